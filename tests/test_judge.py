@@ -1,18 +1,13 @@
 """The pixel judge reads what the renderer drew, through the damage that a codec or a decoder does."""
 
-import sys
 from dataclasses import astuple
 from io import BytesIO
-from pathlib import Path
-
-import numpy as np
-import pytest
-from PIL import Image, ImageFilter
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
 
 import judge
+import numpy as np
+import pytest
 import tiny_world
+from PIL import Image, ImageFilter
 
 
 def as_is(frame: Image.Image, rng: np.random.Generator) -> Image.Image:
