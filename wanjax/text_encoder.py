@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
 from tokenizers import Tokenizer
 
@@ -72,21 +73,27 @@ UMT5_XXL = TextEncoderConfig(vocab_size=256384, d_model=4096, d_kv=64, d_ff=1024
 """The text encoder of every Wan 2.1 and 2.2 model: 5.7 B parameters."""
 
 
+class Embedding(eqx.Module):
+    """A table of rows to look up."""
+
+    weight: Float[Array, "rows c"]
+
+
 class SelfAttention(eqx.Module):
-    """Projections of one attention, and its table of biases by relative position."""
+    """Projections of one attention, and its table of biases: one row of all heads per bucket of relative positions."""
 
     q: Linear
     k: Linear
     v: Linear
     o: Linear
-    relative_attention_bias: Float[Array, "buckets n"] = stored(name="relative_attention_bias.weight")
+    relative_attention_bias: Embedding
 
 
 class AttentionLayer(eqx.Module):
     """An attention and the norm before it."""
 
-    attention: SelfAttention = stored(name="SelfAttention")
     layer_norm: RMSNorm
+    attention: SelfAttention = stored(name="SelfAttention")
 
 
 class GatedFeedForward(eqx.Module):
@@ -100,8 +107,8 @@ class GatedFeedForward(eqx.Module):
 class FeedForwardLayer(eqx.Module):
     """A feed-forward and the norm before it."""
 
-    feed_forward: GatedFeedForward = stored(name="DenseReluDense")
     layer_norm: RMSNorm
+    feed_forward: GatedFeedForward = stored(name="DenseReluDense")
 
 
 class Block(eqx.Module):
@@ -114,14 +121,14 @@ class Block(eqx.Module):
 class Stack(eqx.Module):
     """The encoder without its embedding; the leaves of `block` have a leading layer axis."""
 
-    block: Block = stored(stacked=True)
     final_layer_norm: RMSNorm
+    block: Block = stored(stacked=True)
 
 
 class TextEncoder(eqx.Module):
     """Weights of a UMT5 encoder; `shared` embeds the tokens."""
 
-    shared: Float[Array, "vocab c"] = stored(name="shared.weight")
+    shared: Embedding
     encoder: Stack
     config: TextEncoderConfig = eqx.field(static=True)
 
@@ -143,7 +150,7 @@ def init_text_encoder(config: TextEncoderConfig, key: PRNGKeyArray, dtype: jnp.d
             k=Linear(normal(k, (c, inner), c**-0.5)),
             v=Linear(normal(v, (c, inner), c**-0.5)),
             o=Linear(normal(o, (inner, c), inner**-0.5)),
-            relative_attention_bias=normal(bias, (config.relative_attention_num_buckets, config.num_heads), c**-0.5),
+            relative_attention_bias=Embedding(normal(bias, (config.relative_attention_num_buckets, config.num_heads), c**-0.5)),
         )
         feed_forward = GatedFeedForward(
             wi_0=Linear(normal(wi_0, (c, config.d_ff), c**-0.5)),
@@ -151,11 +158,11 @@ def init_text_encoder(config: TextEncoderConfig, key: PRNGKeyArray, dtype: jnp.d
             wo=Linear(normal(wo, (config.d_ff, c), config.d_ff**-0.5)),
         )
         norm = RMSNorm(jnp.ones(c, dtype))
-        return Block(AttentionLayer(attention, norm), FeedForwardLayer(feed_forward, norm))
+        return Block(AttentionLayer(norm, attention), FeedForwardLayer(norm, feed_forward))
 
     embedding, blocks = jax.random.split(key)
-    stack = Stack(jax.vmap(block)(jax.random.split(blocks, config.num_layers)), RMSNorm(jnp.ones(c, dtype)))
-    return TextEncoder(normal(embedding, (config.vocab_size, c), 1.0), stack, config)
+    stack = Stack(RMSNorm(jnp.ones(c, dtype)), jax.vmap(block)(jax.random.split(blocks, config.num_layers)))
+    return TextEncoder(Embedding(normal(embedding, (config.vocab_size, c), 1.0)), stack, config)
 
 
 def embed_text(
@@ -173,18 +180,15 @@ def embed_text(
     """
     if ids.ndim != 2 or ids.shape != mask.shape:
         raise ValueError(f"ids and mask must both be (prompts, tokens); got ids {tuple(ids.shape)} and mask {tuple(mask.shape)}")
-    vocabulary = weights.shared.shape[0]
-    if not isinstance(ids, jax.core.Tracer) and ids.size and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
-        hint = "tokenize with the tokenizer that came with these weights"
-        raise ValueError(f"token ids must be in [0, {vocabulary}); got ids from {low} to {high}: {hint}")
+    check_vocabulary(ids, weights.shared.weight.shape[0])
     keep = jnp.asarray(mask) != 0
-    x = weights.shared.at[jnp.asarray(ids)].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    x = weights.shared.weight.at[jnp.asarray(ids)].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     config = weights.config
     offsets = wrapped_offset_buckets(ids.shape[1], config.relative_attention_num_buckets, config.relative_attention_max_distance)
 
     def step(x: Float[Array, "b L c"], block: Block) -> tuple[Float[Array, "b L c"], None]:
         layer = block.attention
-        bias = relative_bias(layer.attention.relative_attention_bias, offsets)
+        bias = relative_bias(layer.attention.relative_attention_bias.weight, offsets)
         x = x + attend_with_bias(rms_norm(x, layer.layer_norm, config.layer_norm_epsilon), keep, bias, layer.attention)
         layer = block.feed_forward
         return x + gated_feed_forward(rms_norm(x, layer.layer_norm, config.layer_norm_epsilon), layer.feed_forward), None
@@ -192,6 +196,14 @@ def embed_text(
     x, _ = lax.scan(step, x, weights.encoder.block)
     x = rms_norm(x, weights.encoder.final_layer_norm, config.layer_norm_epsilon)
     return jnp.where(keep[..., None], x, jnp.zeros_like(x))
+
+
+def check_vocabulary(ids: Int[Array | np.ndarray, "b L"], size: int) -> None:
+    """ValueError for ids outside [0, size), where they are known: traced ids and those on other hosts are not."""
+    known = isinstance(ids, np.ndarray) or not isinstance(ids, Tracer) and ids.is_fully_addressable
+    if known and ids.size and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < size:
+        hint = "tokenize with the tokenizer that came with these weights"
+        raise ValueError(f"token ids must be in [0, {size}); got ids from {low} to {high}: {hint}")
 
 
 def attend_with_bias(
@@ -284,11 +296,10 @@ def tokenize(
         raise TypeError(f"prompts must be a list of strings; got one string: pass [{prompts[:40]!r}]")
     if not prompts or length < 1:
         raise ValueError(f"tokenize needs at least one prompt and a length of at least 1; got {len(prompts)} prompts, length {length}")
-    end, pad = tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<pad>")
-    ids = np.full((len(prompts), length), pad, np.int32)
+    ids = np.full((len(prompts), length), tokenizer.token_to_id("<pad>"), np.int32)
     mask = np.zeros_like(ids)
     for row, encoding in enumerate(tokenizer.encode_batch(list(prompts), add_special_tokens=False)):
-        tokens = encoding.ids[: length - 1] + [end]
+        tokens = [*encoding.ids[: length - 1], tokenizer.token_to_id("</s>")]
         if len(encoding.ids) >= length:
             cut = f"prompt {row} has {len(encoding.ids)} tokens, of which the model reads the first {length - 1}"
             warnings.warn(f"{cut}: {prompts[row][:40]!r}...", stacklevel=2)
