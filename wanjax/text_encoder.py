@@ -200,7 +200,7 @@ def embed_text(
 
 def check_vocabulary(ids: Int[Array | np.ndarray, "b L"], size: int) -> None:
     """ValueError for ids outside [0, size), where they are known: traced ids and those on other hosts are not."""
-    known = isinstance(ids, np.ndarray) or not isinstance(ids, Tracer) and ids.is_fully_addressable
+    known = isinstance(ids, np.ndarray) or (not isinstance(ids, Tracer) and ids.is_fully_addressable)
     if known and ids.size and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < size:
         hint = "tokenize with the tokenizer that came with these weights"
         raise ValueError(f"token ids must be in [0, {size}); got ids from {low} to {high}: {hint}")
