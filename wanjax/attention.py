@@ -3,13 +3,14 @@
 Models take an `Attend` as an argument and never ask where it runs.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+@runtime_checkable
 class Attend(Protocol):
     """softmax(q k^T / sqrt(d)) v over all keys; arrays are (batch, sequence, heads, head_dim)."""
 

@@ -1,0 +1,332 @@
+"""The parts of the Wan VAE: causal convolutions, residual and attention blocks, and the resamplers between levels.
+
+A module holds the weights of one checkpoint entry and a function of the same name computes with them, channels last
+(`b t h w c`). Every convolution that looks back in time keeps the last frames of its input in a cache, a dict keyed by
+the convolution's checkpoint name, so that a video runs chunk by chunk with the result of one pass over all of it.
+
+One irregular rule, from the reference: the first latent frame stands for a single video frame. It passes every change
+of frame rate untouched, and `first=True` marks the chunk made of it alone.
+"""
+
+from collections.abc import Mapping
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange, reduce, repeat
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from wanjax.attention import Attend
+from wanjax.weights import stored
+
+Cache = Mapping[str, Float[Array, "_b _k _h _w _c"]]  # conv name -> the frames before the next chunk
+
+HISTORY = 2  # frames a convolution over three frames looks back
+
+
+class CausalConv3d(eqx.Module):
+    """Weights of a convolution that sees the present and the past, never the future."""
+
+    weight: Float[Array, "kt kh kw cin cout"] = stored("cout cin kt kh kw -> kt kh kw cin cout")
+    bias: Float[Array, " cout"]
+
+
+class Conv2d(eqx.Module):
+    """Weights of a convolution within each frame."""
+
+    weight: Float[Array, "kh kw cin cout"] = stored("cout cin kh kw -> kh kw cin cout")
+    bias: Float[Array, " cout"]
+
+
+class Norm(eqx.Module):
+    """Gain of a norm over the channels."""
+
+    gamma: Float[Array, " c"] = stored("c 1 1 1 -> c")
+
+
+class FrameNorm(eqx.Module):
+    """The same gain as the attention block's file entry has it, with one axis fewer."""
+
+    gamma: Float[Array, " c"] = stored("c 1 1 -> c")
+
+
+class ResidualBlock(eqx.Module):
+    """Two convolutions and a shortcut, which has weights where the channel count changes."""
+
+    norm1: Norm
+    conv1: CausalConv3d
+    norm2: Norm
+    conv2: CausalConv3d
+    conv_shortcut: CausalConv3d | None
+
+
+class AttentionBlock(eqx.Module):
+    """Single-head attention within each frame."""
+
+    norm: FrameNorm
+    to_qkv: Conv2d
+    proj: Conv2d
+
+
+class MidBlock(eqx.Module):
+    """Residual block, attention, residual block at the smallest size."""
+
+    resnets: tuple[ResidualBlock, ResidualBlock]
+    attentions: tuple[AttentionBlock]
+
+
+class Resample(eqx.Module):
+    """Halves or doubles height and width and, where it has a `time_conv`, the frame rate."""
+
+    conv: Conv2d = stored(name="resample.1")
+    time_conv: CausalConv3d | None
+
+
+class ResidualDownBlock(eqx.Module):
+    """One level of the 2.2 encoder, with an averaging shortcut around the whole of it."""
+
+    resnets: tuple[ResidualBlock, ...]
+    downsampler: Resample | None
+
+
+class ResidualUpBlock(eqx.Module):
+    """One level of the 2.2 decoder, with a duplicating shortcut around the whole of it."""
+
+    resnets: tuple[ResidualBlock, ...]
+    upsampler: Resample | None
+
+
+class UpBlock(eqx.Module):
+    """One level of the 2.1 decoder."""
+
+    resnets: tuple[ResidualBlock, ...]
+    upsamplers: tuple[Resample, ...]
+
+
+def rms_norm(x: Float[Array, "*b c"], gamma: Float[Array, " c"]) -> Float[Array, "*b c"]:
+    """x / max(|x|, 1e-12) sqrt(c) gamma: the length in float32, each later product rounded to the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True))
+    unit = (x32 / jnp.maximum(length, 1e-12)).astype(x.dtype)
+    return unit * jnp.asarray(x.shape[-1] ** 0.5, x.dtype) * gamma
+
+
+def frame_conv(
+    x: Float[Array, "b t h w cin"],
+    kernel: Float[Array, "kh kw cin cout"],
+    padding: tuple[tuple[int, int], tuple[int, int]] | None = None,
+    stride: int = 1,
+) -> Float[Array, "b t h2 w2 cout"]:
+    """A 2D convolution of every frame, zero-padded to the same size unless `padding` says otherwise."""
+    kh, kw = kernel.shape[:2]
+    padding = padding or ((kh // 2, kh // 2), (kw // 2, kw // 2))
+    frames = rearrange(x, "b t h w c -> (b t) h w c")
+    y = lax.conv_general_dilated(frames, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return rearrange(y, "(b t) h w c -> b t h w c", b=x.shape[0])
+
+
+def causal_conv(
+    x: Float[Array, "b t h w cin"], conv: CausalConv3d, history: Float[Array, "b k h w cin"] | None = None, stride: int = 1
+) -> Float[Array, "b t2 h w cout"]:
+    """The convolution of x after `history`, the kt - 1 frames before it; without one, after zeros.
+
+    Computed as a sum over time taps of 2D convolutions of shifted frames, in float32. Taps that see nothing but the
+    zeros before the first frame are left out.
+    """
+    taps, frames = conv.weight.shape[0], x.shape[1]
+    weight = conv.weight.astype(jnp.float32)
+    if history is None:
+        total = jnp.zeros((*x.shape[:-1], weight.shape[-1]), jnp.float32)
+        for tap in range(taps):
+            missing = taps - 1 - tap  # output frames for which this tap lies before the first frame
+            if missing < frames:
+                part = frame_conv(x[:, : frames - missing].astype(jnp.float32), weight[tap])
+                total = part if missing == 0 and tap == 0 else total.at[:, missing:].add(part)
+    else:
+        padded = jnp.concatenate([history, x], axis=1).astype(jnp.float32)
+        count = (padded.shape[1] - taps) // stride + 1
+        total = sum(frame_conv(padded[:, tap : tap + stride * (count - 1) + 1 : stride], weight[tap]) for tap in range(taps))
+    return total.astype(x.dtype) + conv.bias
+
+
+def cached_conv(x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache) -> tuple[Float[Array, "b t h w cout"], Cache]:
+    """`causal_conv` of one chunk after the frames that the cache holds under `name`, which it replaces by the latest."""
+    history = cache.get(name)
+    before = jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype) if history is None else history
+    latest = jnp.concatenate([before, x], axis=1)[:, -HISTORY:]
+    return causal_conv(x, conv, history), {**cache, name: latest}
+
+
+def residual_block(x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
+    """conv2(silu(norm2(conv1(silu(norm1(x)))))) plus the shortcut."""
+    shortcut = x if block.conv_shortcut is None else causal_conv(x, block.conv_shortcut)
+    x = jax.nn.silu(rms_norm(x, block.norm1.gamma))
+    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache)
+    x = jax.nn.silu(rms_norm(x, block.norm2.gamma))
+    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache)
+    return x + shortcut, cache
+
+
+def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, attend: Attend) -> Float[Array, "b t h w c"]:
+    """x + proj(attention over the h w positions of each frame)."""
+    b, _, h, _, _ = x.shape
+    qkv = frame_conv(rms_norm(x, block.norm.gamma), block.to_qkv.weight) + block.to_qkv.bias
+    q, k, v = rearrange(qkv, "b t h w (three c) -> three (b t) (h w) 1 c", three=3)
+    y = rearrange(attend(q, k, v), "(b t) (h w) 1 c -> b t h w c", b=b, h=h)
+    return x + frame_conv(y, block.proj.weight) + block.proj.bias
+
+
+def mid_block(
+    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, attend: Attend
+) -> tuple[Float[Array, "b t h w c"], Cache]:
+    """Residual block, attention, residual block."""
+    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache)
+    x = attention_block(x, block.attentions[0], attend)
+    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache)
+
+
+def downsample(
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool
+) -> tuple[Float[Array, "b t2 h//2 w//2 c"], Cache]:
+    """Halves height and width (zero row below, zero column to the right) and then, with a `time_conv`, the frame rate."""
+    x = frame_conv(x, block.conv.weight, ((0, 1), (0, 1)), stride=2) + block.conv.bias
+    if block.time_conv is None:
+        return x, cache
+    name = f"{name}.time_conv"
+    latest = {**cache, name: x[:, -1:]}
+    return (x, latest) if first else (causal_conv(x, block.time_conv, cache[name], stride=2), latest)
+
+
+def upsample(
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool
+) -> tuple[Float[Array, "b t2 2*h 2*w c2"], Cache]:
+    """Doubles the frame rate, with a `time_conv`, and then height and width.
+
+    The first frame is not doubled and leaves no history: the time convolution begins at the second chunk, after zeros.
+    """
+    if block.time_conv is not None:
+        name = f"{name}.time_conv"
+        if first:
+            cache = {**cache, name: jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype)}
+        else:
+            x, cache = cached_conv(x, block.time_conv, name, cache)
+            x = rearrange(x, "b t h w (two c) -> b (t two) h w c", two=2)
+    return double_size(x, block.conv), cache
+
+
+def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d) -> Float[Array, "b t 2*h 2*w cout"]:
+    """Nearest doubling followed by a 3x3 convolution."""
+    return frame_conv(repeat(x, "b t h w c -> b t (h two) (w deux) c", two=2, deux=2), conv.weight) + conv.bias
+
+
+def average_down(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int) -> Float[Array, "b t2 h2 w2 {cout}"]:
+    """The parameter-free shortcut of a 2.2 encoder level: (ft, fs, fs) cells folded into channels, groups of them averaged.
+
+    Zero frames before x fill its first cell.
+    """
+    x = jnp.pad(x, ((0, 0), (-x.shape[1] % ft, 0), (0, 0), (0, 0), (0, 0)))
+    x = rearrange(x, "b (t ft) (h fh) (w fw) c -> b t h w (c ft fh fw)", ft=ft, fh=fs, fw=fs)
+    return reduce(x, "b t h w (c group) -> b t h w c", "mean", c=cout)
+
+
+def duplicate_up(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int, first: bool) -> Float[Array, "b t2 h2 w2 {cout}"]:
+    """The parameter-free shortcut of a 2.2 decoder level: channels repeated, then spread over (ft, fs, fs) cells.
+
+    Of the first frame only the last of its ft copies is kept.
+    """
+    x = repeat(x, "b t h w c -> b t h w (c copies)", copies=cout * ft * fs * fs // x.shape[-1])
+    x = rearrange(x, "b t h w (c ft fh fw) -> b (t ft) (h fh) (w fw) c", ft=ft, fh=fs, fw=fs)
+    return x[:, ft - 1 :] if first else x
+
+
+def residual_down_block(
+    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: bool
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """A level of the 2.2 encoder: residual blocks and downsampler, plus the averaged input."""
+    y = x
+    for i, resnet in enumerate(block.resnets):
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache)
+    sampler = block.downsampler
+    if sampler is None:
+        return y + average_down(x, y.shape[-1], 1, 1), cache
+    y, cache = downsample(y, sampler, f"{name}.downsampler", cache, first)
+    return y + average_down(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2), cache
+
+
+def residual_up_block(
+    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: bool
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """A level of the 2.2 decoder: residual blocks and upsampler, plus the duplicated input; the last level has neither."""
+    y = x
+    for i, resnet in enumerate(block.resnets):
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache)
+    sampler = block.upsampler
+    if sampler is None:
+        return y, cache
+    y, cache = upsample(y, sampler, f"{name}.upsampler", cache, first)
+    return y + duplicate_up(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2, first), cache
+
+
+def up_block(
+    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: bool
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """A level of the 2.1 decoder: residual blocks, then the upsampler where there is one."""
+    for i, resnet in enumerate(block.resnets):
+        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache)
+    for i, sampler in enumerate(block.upsamplers):
+        x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first)
+    return x, cache
+
+
+def init_conv(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Uniform kernel weights in +-1/sqrt(fan in), for a kernel that ends in (cin, cout)."""
+    fan_in = 1
+    for size in shape[:-1]:
+        fan_in *= size
+    return jax.random.uniform(key, shape, dtype, -1, 1) * jnp.asarray(fan_in**-0.5, dtype)
+
+
+def init_causal_conv(key: PRNGKeyArray, size: tuple[int, int, int], cin: int, cout: int, dtype: DTypeLike) -> CausalConv3d:
+    """A causal convolution with random weights and a zero bias."""
+    return CausalConv3d(init_conv(key, (*size, cin, cout), dtype), jnp.zeros(cout, dtype))
+
+
+def init_conv2d(key: PRNGKeyArray, size: int, cin: int, cout: int, dtype: DTypeLike) -> Conv2d:
+    """A convolution within frames with random weights and a zero bias."""
+    return Conv2d(init_conv(key, (size, size, cin, cout), dtype), jnp.zeros(cout, dtype))
+
+
+def init_residual_block(key: PRNGKeyArray, cin: int, cout: int, dtype: DTypeLike) -> ResidualBlock:
+    """A residual block with random weights, with a shortcut convolution where the channel count changes."""
+    keys = jax.random.split(key, 3)
+    return ResidualBlock(
+        Norm(jnp.ones(cin, dtype)),
+        init_causal_conv(keys[0], (3, 3, 3), cin, cout, dtype),
+        Norm(jnp.ones(cout, dtype)),
+        init_causal_conv(keys[1], (3, 3, 3), cout, cout, dtype),
+        None if cin == cout else init_causal_conv(keys[2], (1, 1, 1), cin, cout, dtype),
+    )
+
+
+def init_residual_blocks(key: PRNGKeyArray, count: int, cin: int, cout: int, dtype: DTypeLike) -> tuple[ResidualBlock, ...]:
+    """`count` residual blocks in a row, the first of which changes the channel count."""
+    keys = jax.random.split(key, count)
+    return tuple(init_residual_block(k, cin if i == 0 else cout, cout, dtype) for i, k in enumerate(keys))
+
+
+def init_mid_block(key: PRNGKeyArray, c: int, dtype: DTypeLike) -> MidBlock:
+    """A middle block with random weights."""
+    keys = jax.random.split(key, 4)
+    attention = AttentionBlock(
+        FrameNorm(jnp.ones(c, dtype)), init_conv2d(keys[0], 1, c, 3 * c, dtype), init_conv2d(keys[1], 1, c, c, dtype)
+    )
+    return MidBlock((init_residual_block(keys[2], c, c, dtype), init_residual_block(keys[3], c, c, dtype)), (attention,))
+
+
+def init_resample(key: PRNGKeyArray, cin: int, cout: int, time_channels: int | None, dtype: DTypeLike) -> Resample:
+    """A resampler with random weights; `time_channels` are those its time convolution puts out, None for no such convolution."""
+    keys = jax.random.split(key)
+    time_conv = None if time_channels is None else init_causal_conv(keys[1], (3, 1, 1), cin, time_channels, dtype)
+    return Resample(init_conv2d(keys[0], 3, cin, cout, dtype), time_conv)
