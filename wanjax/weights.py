@@ -1,12 +1,28 @@
-"""Checkpoints to pytrees and back.
+"""Checkpoint tensors to pytrees and back.
 
 A module's fields are its checkpoint: the path of a leaf is the tensor's name in the file, and `stored` says where
-the two differ (a name that is no Python identifier, another axis order, a stack of layers under one field).
+the two differ (a name that is no Python identifier, another axis order, a stack of layers under one field). So one
+walk over a template gives the names and shapes that a file must have (`expected`), and the same walk reads them
+(`fill`) and writes them (`to_tensors`).
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+Sizes = Mapping[str, int]
+"""Sizes of the axis names in layouts that shapes alone do not give, such as {"pair": 2}."""
+
+Shape = tuple[int, ...]
+Template = TypeVar("Template")
 
 
 def stored(layout: str | None = None, *, name: str | None = None, stacked: bool = False, **options: Any) -> Any:
@@ -17,3 +33,132 @@ def stored(layout: str | None = None, *, name: str | None = None, stacked: bool 
     leading layer axis, stored in the file as `name.0`, `name.1`, and so on.
     """
     return eqx.field(metadata={"layout": layout, "name": name, "stacked": stacked}, **options)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One leaf of a template and its tensors in the file: one, or one a layer."""
+
+    names: tuple[str, ...]
+    layout: str | None
+    stacked: bool
+    leaf: Any
+    sizes: dict[str, int]
+
+    def to_field(self, tensor: Any) -> Any:
+        """A tensor in the file's axes to the field's, without a layer axis."""
+        return tensor if self.layout is None else rearrange(tensor, self.layout, **self.sizes)
+
+    def to_file(self, array: Any) -> Any:
+        """An array in the field's axes, without a layer axis, to the file's."""
+        return array if self.layout is None else rearrange(array, " -> ".join(reversed(self.layout.split("->"))), **self.sizes)
+
+    @property
+    def file_shape(self) -> Shape:
+        """Shape of each tensor in the file."""
+        shape = self.leaf.shape[1:] if self.stacked else self.leaf.shape
+        return self.to_file(np.broadcast_to(np.float32(0), shape)).shape  # an array of no memory
+
+
+def entries(template: Any, sizes: Sizes | None = None) -> list[Entry]:
+    """Every leaf of a template with the names it has in the file, in the order of `jax.tree.leaves`."""
+    return [_entry(template, path, leaf, sizes or {}) for path, leaf in jax.tree_util.tree_leaves_with_path(template)]
+
+
+def _entry(node: Any, path: tuple[Any, ...], leaf: Any, sizes: Sizes) -> Entry:
+    """The entry of the leaf at a path, which is walked through the fields' metadata."""
+    parts: list[str] = []
+    layout, layer_part = None, None
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            metadata = next(field.metadata for field in fields(node) if field.name == key.name)
+            parts.append(metadata.get("name") or key.name)
+            layout = metadata.get("layout")
+            node = getattr(node, key.name)
+            if metadata.get("stacked"):
+                layer_part = len(parts)
+                parts.append("")
+        else:
+            index = key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key
+            parts.append(str(index))
+            node = node[index]
+    used = {} if layout is None else {name: size for name, size in sizes.items() if name in _axis_names(layout)}
+    if layer_part is None:
+        return Entry((".".join(parts),), layout, False, leaf, used)
+    before, after = parts[:layer_part], parts[layer_part + 1 :]
+    names = tuple(".".join([*before, str(layer), *after]) for layer in range(leaf.shape[0]))
+    return Entry(names, layout, True, leaf, used)
+
+
+def _axis_names(layout: str) -> set[str]:
+    """The axis names in an einops pattern."""
+    return set(layout.replace("->", " ").replace("(", " ").replace(")", " ").split())
+
+
+def expected(template: Any, sizes: Sizes | None = None) -> dict[str, Shape]:
+    """Name and shape of every tensor that a checkpoint of the template has.
+
+    `template` is a module of arrays or `jax.ShapeDtypeStruct`s (`jax.eval_shape` of an init function makes one). Fields
+    that are static or None have no tensor.
+    """
+    return {name: entry.file_shape for entry in entries(template, sizes) for name in entry.names}
+
+
+def fill(
+    template: Template,
+    tensors: Mapping[str, Any],
+    sizes: Sizes | None = None,
+    *,
+    dtype: Callable[[str], DTypeLike | None] | DTypeLike | None = None,
+    place: Callable[[str, Shape], Sharding | None] | None = None,
+    what: str = "the checkpoint",
+) -> Template:
+    """The template with arrays read from a checkpoint, tensor by tensor.
+
+    `tensors` maps names to arrays in the file's layout: an open checkpoint's, or jax or numpy arrays (jax arrays may be
+    traced). `dtype` is one for all, a function of the tensor's name, or None for what is stored; `place` gives the
+    sharding of a field of that name and shape. ValueError, naming every tensor that is missing, unused or of another
+    shape, where `what` does not fit.
+    """
+    leaves = entries(template, sizes)
+    _check_fit(leaves, tensors, what, type(template).__name__)
+    dtype_of = dtype if callable(dtype) and not isinstance(dtype, type) else lambda _: dtype
+    return jax.tree.unflatten(jax.tree.structure(template), [_read(entry, tensors, dtype_of(entry.names[0]), place) for entry in leaves])
+
+
+def _read(entry: Entry, tensors: Mapping[str, Any], dtype: Any, place: Callable[[str, Shape], Sharding | None] | None) -> jax.Array:
+    """The array of one leaf."""
+    layers = [entry.to_field(tensors[name]) for name in entry.names]
+    xp = jnp if isinstance(layers[0], jax.Array) else np
+    array = xp.stack(layers) if entry.stacked else layers[0]
+    array = array if dtype is None else array.astype(dtype)
+    sharding = None if place is None else place(entry.names[0], entry.leaf.shape)
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def _check_fit(leaves: list[Entry], tensors: Mapping[str, Any], what: str, model: str) -> None:
+    """ValueError unless the tensors are exactly those of the leaves."""
+    shapes = {name: entry.file_shape for entry in leaves for name in entry.names}
+    missing = [name for name in shapes if name not in tensors]
+    unused = [name for name in tensors if name not in shapes]
+    wrong = [(name, tuple(tensors[name].shape), shape) for name, shape in shapes.items() if name in tensors]
+    wrong = [f"{name}: file {found}, model {shape}" for name, found, shape in wrong if found != shape]
+    problems = [
+        f"{label} {len(found)} ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''})"
+        for label, found in (("missing", missing), ("unused", unused), ("wrong shape", wrong))
+        if found
+    ]
+    if problems:
+        raise ValueError(f"{what} does not fit {model}: {'; '.join(problems)}.")
+
+
+def to_tensors(weights: Any, sizes: Sizes | None = None) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint, by name and in the file's layout: the inverse of `fill`."""
+    return dict(_tensors(weights, sizes))
+
+
+def _tensors(weights: Any, sizes: Sizes | None) -> Iterator[tuple[str, np.ndarray]]:
+    for entry in entries(weights, sizes):
+        array = np.asarray(entry.leaf)
+        for i, name in enumerate(entry.names):
+            yield name, entry.to_file(array[i] if entry.stacked else array)
