@@ -1,0 +1,374 @@
+"""The diffusion transformer: `velocity(latents, timestep, text, weights)`.
+
+Latents become tokens of 1 x 2 x 2 patches; every block reads the timestep as six numbers a channel (shift, scale and gate
+for its attention and for its feed-forward), attends over all tokens with rotary positions, then over the text. Blocks
+lie stacked on a leading axis and are scanned, so compile time does not grow with depth.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from wanjax.attention import Attend, attention
+from wanjax.layers import LayerNorm, Linear, RMSNorm, init_linear, layer_norm, linear, rms_norm
+from wanjax.weights import Sizes, stored
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Architecture of a Wan transformer, in the field names and with the defaults of its config.json in diffusers."""
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = 40
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = 256
+    ffn_dim: int = 13824
+    num_layers: int = 40
+    eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "TransformerConfig":
+        """The architecture that a diffusers config.json describes; absent keys take the defaults.
+
+        ValueError for a kind of Wan transformer that is not here yet (image, VACE, Animate) or an unknown variant.
+        """
+        if (kind := config.get("_class_name", "WanTransformer3DModel")) != "WanTransformer3DModel":
+            raise ValueError(f"config.json describes a {kind}; wanjax runs WanTransformer3DModel (text to video).")
+        if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
+            raise ValueError(f"config.json has image_dim {config.get('image_dim')}: image-to-video checkpoints are not supported yet.")
+        if config.get("qk_norm", "rms_norm_across_heads") != "rms_norm_across_heads" or not config.get("cross_attn_norm", True):
+            raise ValueError("only qk_norm rms_norm_across_heads with cross_attn_norm is implemented, which every Wan checkpoint has.")
+        known = {field.name for field in fields(cls)}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in known})
+
+    def to_json(self) -> dict[str, Any]:
+        """The config.json that diffusers loads."""
+        return {
+            "_class_name": "WanTransformer3DModel",
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()},
+            "qk_norm": "rms_norm_across_heads",
+            "cross_attn_norm": True,
+            "image_dim": None,
+            "added_kv_proj_dim": None,
+            "rope_max_seq_len": 1024,
+            "pos_embed_seq_len": None,
+        }
+
+
+T2V_1_3B = TransformerConfig(num_attention_heads=12, ffn_dim=8960, num_layers=30)
+T2V_14B = TransformerConfig()
+T2V_A14B = T2V_14B
+"""Each of the two experts of Wan 2.2 A14B has the 14B's architecture."""
+TI2V_5B = TransformerConfig(num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30)
+
+
+class Rotary(eqx.Module):
+    """A projection whose output is rotated. Each head's channels are its pairs' first halves, then their second halves,
+    where the file interleaves them: rotating halves moves no data between neighbours."""
+
+    weight: Float[Array, "cin cout"] = stored("(n j pair) cin -> cin (n pair j)")
+    bias: Float[Array, " cout"] = stored("(n j pair) -> (n pair j)")
+
+
+class RotaryNorm(eqx.Module):
+    """The gain of a norm over all heads of a rotated projection, in the same order."""
+
+    weight: Float[Array, " c"] = stored("(n j pair) -> (n pair j)")
+
+
+class SelfAttention(eqx.Module):
+    """Attention of the tokens over all tokens."""
+
+    to_q: Rotary
+    to_k: Rotary
+    to_v: Linear
+    norm_q: RotaryNorm
+    norm_k: RotaryNorm
+    to_out: Linear = stored(name="to_out.0")
+
+
+class CrossAttention(eqx.Module):
+    """Attention of the tokens over the text."""
+
+    to_q: Linear
+    to_k: Linear
+    to_v: Linear
+    norm_q: RMSNorm
+    norm_k: RMSNorm
+    to_out: Linear = stored(name="to_out.0")
+
+
+class FeedForward(eqx.Module):
+    """down(gelu(up(x)))."""
+
+    up: Linear = stored(name="net.0.proj")
+    down: Linear = stored(name="net.2")
+
+
+class Block(eqx.Module):
+    """One transformer block; its table is added to the timestep's six numbers a channel."""
+
+    scale_shift_table: Float32[Array, "six c"] = stored("1 six c -> six c")
+    attn1: SelfAttention
+    norm2: LayerNorm
+    attn2: CrossAttention
+    ffn: FeedForward
+
+
+class TwoLayers(eqx.Module):
+    """linear_2(act(linear_1(x)))."""
+
+    linear_1: Linear
+    linear_2: Linear
+
+
+class Conditioning(eqx.Module):
+    """What the timestep and the text become before the blocks read them."""
+
+    time_embedder: TwoLayers
+    time_proj: Linear
+    text_embedder: TwoLayers
+
+
+class PatchEmbedding(eqx.Module):
+    """A patch's values, channel first, to a token; a linear map stored as a convolution."""
+
+    weight: Float[Array, "cin cout"] = stored("cout c pt ph pw -> (c pt ph pw) cout")
+    bias: Float[Array, " cout"]
+
+
+class Transformer(eqx.Module):
+    """Weights of a Wan transformer; the leaves of `blocks` have a leading layer axis."""
+
+    patch_embedding: PatchEmbedding
+    condition_embedder: Conditioning
+    blocks: Block = stored(stacked=True)
+    proj_out: Linear
+    scale_shift_table: Float32[Array, "two c"] = stored("1 two c -> two c")
+    config: TransformerConfig = eqx.field(static=True)
+
+
+class Modulation(NamedTuple):
+    """Scale and shift of a norm's output, and the gate of what is computed from it; float32, one a token or one a video."""
+
+    shift: Float32[Array, "b #s c"]
+    scale: Float32[Array, "b #s c"]
+    gate: Float32[Array, "b #s c"]
+
+
+class Rope(NamedTuple):
+    """Cosine and sine of every token's angles; float32, since bfloat16 would round position 257 to 256."""
+
+    cos: Float32[Array, "s half"]
+    sin: Float32[Array, "s half"]
+
+
+def transformer_sizes(config: TransformerConfig) -> Sizes:
+    """The sizes that the layouts of the stored weights need."""
+    pt, ph, pw = config.patch_size
+    return {"pair": 2, "j": config.attention_head_dim // 2, "pt": pt, "ph": ph, "pw": pw}
+
+
+def keep_float32(name: str) -> bool:
+    """Whether a checkpoint tensor stays float32 in a model of smaller dtype: time embedding, modulation tables, norms with an offset."""
+    parts = name.split(".")
+    return any(part in ("time_embedder", "scale_shift_table", "norm2") for part in parts)
+
+
+def velocity(
+    latents: Float[Array, "b c t h w"],
+    timestep: Float[Array, " b"] | Float[Array, "b s"],
+    text: Float[Array, "b l k"],
+    weights: Transformer,
+    *,
+    attend: Attend = attention,
+    cross_attend: Attend = attention,
+    remat: Callable[..., bool] | bool = False,
+) -> Float[Array, "b c_out t h w"]:
+    """The flow velocity, noise - video, that the model sees in noisy latents.
+
+    `latents` are normalised; t, h and w are multiples of the patch (1, 2, 2). `timestep` is 0..1000, one a video or one a
+    token (t-major, then rows, then columns). `text` is what `embed_text` returns, zero rows included: the model attends
+    to all of them. Computes in the dtype of the weights, with time embedding, modulation, norms and rotation in float32,
+    and returns that dtype. `attend` is the tokens' attention over themselves, `cross_attend` over the text. `remat`
+    recomputes each block in the backward pass: True for everything, or a `jax.checkpoint_policies` policy.
+    Source: Wan (https://arxiv.org/abs/2503.20314); numbers as diffusers' WanTransformer3DModel.
+    """
+    check_inputs(latents, timestep, text, weights)
+    config = weights.config
+    dtype = weights.patch_embedding.weight.dtype
+    pt, ph, pw = config.patch_size
+    grid = tuple(size // patch for size, patch in zip(latents.shape[2:], config.patch_size, strict=True))
+    patches = rearrange(latents, "b c (t pt) (h ph) (w pw) -> b (t h w) (c pt ph pw)", pt=pt, ph=ph, pw=pw)
+    x = patches.astype(dtype) @ weights.patch_embedding.weight + weights.patch_embedding.bias
+    embedder = weights.condition_embedder
+    time = embed_time(timestep, config.freq_dim, embedder.time_embedder).astype(dtype)
+    modulation = rearrange(linear(jax.nn.silu(time), embedder.time_proj), "b s (six c) -> six b s c", six=6)
+    text = two_layers(text, embedder.text_embedder, lambda y: jax.nn.gelu(y, approximate=True))
+    rope = rope_table(grid, config.attention_head_dim)
+
+    def step(x: Float[Array, "b s c"], block: Block) -> tuple[Float[Array, "b s c"], None]:
+        return apply_block(x, block, text, modulation, rope, config, attend, cross_attend), None
+
+    if remat:
+        step = jax.checkpoint(step, policy=None if remat is True else remat)
+    x, _ = lax.scan(step, x, weights.blocks)
+    shift, scale = (row + time.astype(jnp.float32) for row in weights.scale_shift_table)
+    x = linear((layer_norm(x, config.eps) * (1 + scale) + shift).astype(dtype), weights.proj_out)
+    t, h, w = grid
+    return rearrange(x, "b (t h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=t, h=h, w=w, pt=pt, ph=ph, pw=pw)
+
+
+def apply_block(
+    x: Float[Array, "b s c"],
+    block: Block,
+    text: Float[Array, "b l c"],
+    modulation: Float[Array, "six b #s c"],
+    rope: Rope,
+    config: TransformerConfig,
+    attend: Attend,
+    cross_attend: Attend,
+) -> Float[Array, "b s c"]:
+    """Self-attention and feed-forward, each modulated and gated, and cross-attention between them."""
+    numbers = [row + m.astype(jnp.float32) for row, m in zip(block.scale_shift_table, modulation, strict=True)]
+    first, second = Modulation(*numbers[:3]), Modulation(*numbers[3:])
+    gated = lambda x, y, gate: (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
+    modulated = lambda x, m: (layer_norm(x, config.eps) * (1 + m.scale) + m.shift).astype(x.dtype)
+
+    x = gated(x, self_attention(modulated(x, first), block.attn1, rope, config, attend), first.gate)
+    x = x + cross_attention(layer_norm(x, config.eps, block.norm2).astype(x.dtype), text, block.attn2, config, cross_attend)
+    hidden = jax.nn.gelu(linear(modulated(x, second), block.ffn.up), approximate=True)
+    return gated(x, linear(hidden, block.ffn.down), second.gate)
+
+
+def self_attention(
+    x: Float[Array, "b s c"], weights: SelfAttention, rope: Rope, config: TransformerConfig, attend: Attend
+) -> Float[Array, "b s c"]:
+    """Attention of the tokens over themselves; q and k are normed over all heads together, then rotated."""
+    heads = lambda y: rearrange(y, "b s (n d) -> b s n d", n=config.num_attention_heads)
+    q = rotate(heads(rms_norm(linear(x, weights.to_q), weights.norm_q, config.eps)), rope)
+    k = rotate(heads(rms_norm(linear(x, weights.to_k), weights.norm_k, config.eps)), rope)
+    out = attend(q, k, heads(linear(x, weights.to_v)))
+    return linear(rearrange(out, "b s n d -> b s (n d)"), weights.to_out)
+
+
+def cross_attention(
+    x: Float[Array, "b s c"], text: Float[Array, "b l c"], weights: CrossAttention, config: TransformerConfig, attend: Attend
+) -> Float[Array, "b s c"]:
+    """Attention of the tokens over the text."""
+    heads = lambda y: rearrange(y, "b s (n d) -> b s n d", n=config.num_attention_heads)
+    q = heads(rms_norm(linear(x, weights.to_q), weights.norm_q, config.eps))
+    k = heads(rms_norm(linear(text, weights.to_k), weights.norm_k, config.eps))
+    out = attend(q, k, heads(linear(text, weights.to_v)))
+    return linear(rearrange(out, "b s n d -> b s (n d)"), weights.to_out)
+
+
+def embed_time(timestep: Float[Array, " b"] | Float[Array, "b s"], freq_dim: int, weights: TwoLayers) -> Float32[Array, "b one_or_s c"]:
+    """Cosines and sines of the timestep at `freq_dim` / 2 frequencies, through two linear maps; one row a video or a token."""
+    timestep = timestep[:, None] if timestep.ndim == 1 else timestep
+    frequencies = jnp.asarray(np.exp(-np.log(10000) * np.arange(freq_dim // 2) / (freq_dim // 2)), jnp.float32)
+    angles = timestep.astype(jnp.float32)[..., None] * frequencies
+    return two_layers(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1), weights, jax.nn.silu)
+
+
+def two_layers(x: Float[Array, "*b cin"], weights: TwoLayers, act: Callable[[Array], Array]) -> Float[Array, "*b cout"]:
+    """linear_2(act(linear_1(x)))."""
+    return linear(act(linear(x, weights.linear_1)), weights.linear_2)
+
+
+def rope_table(grid: tuple[int, ...], head_dim: int) -> Rope:
+    """Angles of every token of a (t, h, w) grid: its time, row and column at frequencies 10000^(-2j/n) of the axis's share n of the head.
+
+    Rows and columns have head_dim // 6 pairs each, time has the rest. Computed in float64.
+    """
+    pairs = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
+    tables = [np.outer(np.arange(size), 10000.0 ** -(np.arange(n) / n)) for size, n in zip(grid, pairs, strict=True)]
+
+    def over_grid(function: Callable[[np.ndarray], np.ndarray]) -> Float32[Array, "s half"]:
+        t, h, w = (jnp.asarray(function(table), jnp.float32) for table in tables)
+        axes = [t[:, None, None], h[None, :, None], w[None, None]]
+        spread = [jnp.broadcast_to(axis, (*grid, axis.shape[-1])) for axis in axes]
+        return rearrange(jnp.concatenate(spread, axis=-1), "t h w half -> (t h w) half")
+
+    return Rope(over_grid(np.cos), over_grid(np.sin))
+
+
+def rotate(x: Float[Array, "b s n d"], rope: Rope) -> Float[Array, "b s n d"]:
+    """Each pair (channel j, channel j + d/2) turned by its angle, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
+
+
+def check_inputs(
+    latents: Float[Array, "b c t h w"], timestep: Float[Array, "*ts"], text: Float[Array, "b l k"], weights: Transformer
+) -> None:
+    """ValueError, everything wrong at once, unless the inputs fit the weights."""
+    config = weights.config
+    problems = []
+    if latents.shape[1] != config.in_channels:
+        problems.append(f"latents have {latents.shape[1]} channels, this model takes {config.in_channels} (16: VAE 2.1, 48: VAE 2.2)")
+    if any(size % patch for size, patch in zip(latents.shape[2:], config.patch_size, strict=True)):
+        problems.append(f"latents are {latents.shape[2:]} in time, height and width, which must be multiples of {config.patch_size}")
+    if text.shape[-1] != config.text_dim:
+        problems.append(f"text has {text.shape[-1]} channels, this model takes {config.text_dim}: encode it with the checkpoint's encoder")
+    tokens = int(np.prod([size // patch for size, patch in zip(latents.shape[2:], config.patch_size, strict=True)]))
+    b = latents.shape[0]
+    if timestep.shape not in ((b,), (b, tokens)):
+        problems.append(f"timestep is one a video {(b,)} or one a token {(b, tokens)}; got {timestep.shape}")
+    if problems:
+        raise ValueError("velocity: " + "; ".join(problems) + ".")
+
+
+def init_transformer(config: TransformerConfig, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Transformer:
+    """Random weights to train from scratch: gates open (1), output projections halved, a zero head, float32 where `keep_float32` says."""
+    width, keys = config.width, iter(jax.random.split(key, 8))
+    maps = lambda key, *widths, dtype=dtype: [
+        init_linear(k, cin, cout, dtype=dtype) for k, (cin, cout) in zip(jax.random.split(key, len(widths)), widths, strict=True)
+    ]
+    half = lambda layer: Linear(layer.weight * jnp.asarray(0.5, dtype), layer.bias)
+    table = jnp.zeros((6, width), jnp.float32).at[jnp.array([2, 5])].set(1)
+
+    def block(key: PRNGKeyArray) -> Block:
+        q, k, v, o, cross_q, cross_k, cross_v, cross_o, up, down = maps(
+            key, *[(width, width)] * 8, (width, config.ffn_dim), (config.ffn_dim, width)
+        )
+        gain, ones = RotaryNorm(jnp.ones(width, dtype)), jnp.ones(width, jnp.float32)
+        norm = RMSNorm(jnp.ones(width, dtype))
+        return Block(
+            table,
+            SelfAttention(Rotary(q.weight, q.bias), Rotary(k.weight, k.bias), v, gain, gain, half(o)),
+            LayerNorm(ones, jnp.zeros(width, jnp.float32)),
+            CrossAttention(cross_q, cross_k, cross_v, norm, norm, half(cross_o)),
+            FeedForward(up, half(down)),
+        )
+
+    time = TwoLayers(*maps(next(keys), (config.freq_dim, width), (width, width), dtype=jnp.float32))
+    text = TwoLayers(*maps(next(keys), (config.text_dim, width), (width, width)))
+    (projection,) = maps(next(keys), (width, 6 * width))
+    patch = int(np.prod(config.patch_size))
+    (embedding,) = maps(next(keys), (config.in_channels * patch, width))
+    return Transformer(
+        PatchEmbedding(embedding.weight, embedding.bias),
+        Conditioning(time, Linear(projection.weight * jnp.asarray(0.3, dtype), projection.bias), text),
+        jax.vmap(block)(jax.random.split(next(keys), config.num_layers)),
+        Linear(jnp.zeros((width, config.out_channels * patch), dtype), jnp.zeros(config.out_channels * patch, dtype)),
+        jnp.zeros((2, width), jnp.float32),
+        config,
+    )
