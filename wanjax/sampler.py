@@ -1,9 +1,9 @@
 """Noise schedules, solvers, guidance and the two-expert switch, as rows of numbers and one step that runs them.
 
 Flow matching: x = (1 - sigma) * video + sigma * noise, the model gives velocity = noise - video, so x0 = x - sigma * velocity is
-what it takes the clean video to be. Every solver here is linear in x and the newest three x0, so a step is
+what it takes the clean video to be. Every solver here is linear in x, velocity and the newest three x0, so a step is
 
-    x' = w[0] * x + w[1] * x0 + w[2] * previous x0 + w[3] * the one before (+ noise[i] * fresh noise)
+    x' = w[0] * x + w[1] * velocity + w[2] * x0 + w[3] * previous x0 + w[4] * the one before (+ noise[i] * fresh noise)
 
 with numbers worked out beforehand in float64 on the host. UniPC, DPM++ and Euler, any shift, any guidance and any expert boundary
 are therefore the same compiled program on other data, and nothing branches inside it.
@@ -38,7 +38,7 @@ class Schedule:
     """
 
     timesteps: Float32[np.ndarray, " n"]
-    sigmas: Float32[np.ndarray, " n+1"]
+    sigmas: Float32[np.ndarray, " n_and_1"]
 
     def __post_init__(self):
         if len(self.timesteps) < 1 or len(self.sigmas) != len(self.timesteps) + 1:
@@ -125,15 +125,16 @@ def partial_schedule(schedule: Schedule, strength: float) -> Schedule:
 class Steps(eqx.Module):
     """Every number of a sampling, one row a step; `steps[i]` is one step, and what `denoise_step` takes.
 
-    index: which step, for fresh noise; timestep: 0..1000, for the model; sigma: the noise in x before the step; weights: of x, x0,
-    the previous x0 and the one before; noise: the amount of fresh noise, None where the solver adds none; guidance_scale; high_noise:
-    whether the high-noise expert rules. They are numpy arrays: pass them to `jit` as an argument, and new values recompile nothing.
+    index: which step, for fresh noise; timestep: 0..1000, for the model; sigma: the noise in x before the step; weights: of x,
+    velocity, x0, the previous x0 and the one before; noise: the amount of fresh noise, None where the solver adds none;
+    guidance_scale; high_noise: whether the high-noise expert rules. They are numpy arrays: pass them to `jit` as an argument, and
+    new values recompile nothing.
     """
 
     index: Int[Array | np.ndarray, "*n"]
     timestep: Float[Array | np.ndarray, "*n"]
     sigma: Float[Array | np.ndarray, "*n"]
-    weights: Float[Array | np.ndarray, "*n 4"]
+    weights: Float[Array | np.ndarray, "*n 5"]
     noise: Float[Array | np.ndarray, "*n"] | None
     guidance_scale: Float[Array | np.ndarray, "*n"]
     high_noise: Bool[Array | np.ndarray, "*n"]
@@ -149,7 +150,9 @@ class Steps(eqx.Module):
 
 def euler_steps(schedule: Schedule) -> Steps:
     """Euler's method, x' = x + (sigma' - sigma) * velocity."""
-    return _steps(schedule, _predictor(schedule, second_order=np.zeros(len(schedule.timesteps), bool)))
+    weights = np.zeros((len(schedule.timesteps), 5))
+    weights[:, 0], weights[:, 1] = 1, np.diff(schedule.sigmas.astype(np.float64))
+    return _steps(schedule, weights)
 
 
 def dmd_steps(schedule: Schedule) -> Steps:
@@ -237,9 +240,10 @@ def solver_step(
 
     `keys` (one a video, the same at every step) are for steps that add noise. Raises ValueError when such steps get none.
     """
-    denoised = state.latents - step.sigma * velocity.astype(jnp.float32)
-    x, new, old, older = (step.weights[i] for i in range(4))
-    latents = x * state.latents + new * denoised + old * state.denoised + older * state.denoised_before
+    velocity = velocity.astype(jnp.float32)
+    denoised = state.latents - step.sigma * velocity
+    x, v, new, old, older = (step.weights[i] for i in range(5))
+    latents = x * state.latents + v * velocity + new * denoised + old * state.denoised + older * state.denoised_before
     if step.noise is not None:
         if keys is None:
             raise ValueError("these steps add fresh noise and need keys=, one a video: pass video_keys(seeds).")
@@ -372,7 +376,10 @@ def _normal(keys: Key[Array, " b"], draw: Int[Any, ""] | int, shape: tuple[int, 
 
 
 def _steps(schedule: Schedule, weights: np.ndarray, noise: np.ndarray | None = None) -> Steps:
+    """The rows of a solver, from its weights of x, x0, the previous x0 and the one before, and of velocity where it has one."""
     n = len(schedule.timesteps)
+    if weights.shape[1] == 4:
+        weights = np.insert(weights, 1, 0, axis=1)
     return Steps(
         np.arange(n, dtype=np.int32),
         schedule.timesteps,
@@ -446,7 +453,7 @@ def _check_steps(steps: int, shift: float) -> None:
         raise ValueError(f"shift must be a number above 0 (3 for 480p, 5 for 720p are usual); got {shift}.")
 
 
-def _check_grid(grid: Grid) -> Grid:
+def _check_grid(grid: str) -> str:
     if grid not in ("diffusers", "official"):
         raise ValueError(f'grid must be "diffusers" or "official"; got "{grid}".')
     return grid

@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
@@ -176,6 +177,7 @@ class VideoWriter:
         self.metadata = text.encode(errors="replace").decode()
         self.temporary = temporary_beside(self.path)
         self.size: tuple[int, int] | None = None
+        self.count = 0
         self.sink: Sink | None = None
 
     def __enter__(self) -> "VideoWriter":
@@ -195,11 +197,12 @@ class VideoWriter:
                 self.sink = FORMATS[self.path.suffix.lower()](self.temporary, self.rate, self.metadata)
             for frame in frames:
                 self.sink.add(frame)
+                self.count += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
-                if self.sink is None:
+                if self.sink is None or not self.count:
                     raise ValueError(f"no frames were given for {self.path}: a video has at least one")
                 with explained(self.path):
                     self.sink.close()
@@ -315,10 +318,12 @@ def opened_video(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
     """A file and its first video stream; ValueError, in one sentence, for whatever goes wrong inside the `with`."""
     if not path.is_file():
         raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: give the name of a video file")
+    if ends_early(path):
+        raise ValueError(f"{path} is cut short: the file ends inside the part that its header announces; copy or download it again")
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise ValueError(f"{path} has no pictures in it: give the name of a video file")
+                raise ValueError(f"{path} has no pictures in it: it may be cut short, or hold sound alone")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container, stream
@@ -328,6 +333,19 @@ def opened_video(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def ends_early(path: Path) -> bool:
+    """Whether an mp4 or mov ends inside one of its boxes; the decoder would only give fewer frames. False for other kinds."""
+    size, place = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while place + 8 <= size:
+            file.seek(place)
+            length, kind, long_length = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
+            if place == 0 and kind != b"ftyp":
+                return False
+            place = size if length == 0 else place + max(8, long_length if length == 1 else length)
+    return 0 < place != size
 
 
 def iterate_frames(path: str | Path) -> Iterator[Frame]:
