@@ -1,12 +1,14 @@
-"""Test set-up: eight CPU devices, strict dtype promotion, and the folder of real inputs where there is one."""
+"""Test set-up: eight CPU devices, strict dtype promotion, the folder of real inputs, and CI's word that nothing may be skipped."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,3 +22,32 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"real inputs not found at {DATA}")
     return DATA
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations unchecked, as for users: to test what is said of arguments that no annotation allows."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def _forbid_skipping(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """With WANJAX_NO_SKIP set, a skipped test or file fails."""
+    if os.environ.get("WANJAX_NO_SKIP") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which WANJAX_NO_SKIP forbids: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    _forbid_skipping(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    report = yield
+    _forbid_skipping(report)
+    return report
