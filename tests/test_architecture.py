@@ -1,0 +1,34 @@
+"""Which module may import which: the arrows of the design, held by reading the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import wanjax
+
+PACKAGE = Path(wanjax.__file__).parent
+
+# Every module and the modules of ours that it may import; a module that is not listed fails the test.
+ALLOWED: dict[str, set[str]] = {}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, by name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "wanjax":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("wanjax.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_point_one_way(path: Path) -> None:
+    if path.stem == "__init__":
+        return
+    assert path.stem in ALLOWED, f"{path.name} is new: say in ALLOWED what it may import"
+    extra = imports(path) - ALLOWED[path.stem]
+    assert not extra, f"{path.name} may not import {sorted(extra)}"

@@ -1,0 +1,264 @@
+"""Folders, files and hub ids to models, and back.
+
+`load` gives everything a prompt needs, `load_vae`, `load_transformer` and `load_text_encoder` one component each, `save`
+writes either in the layout that diffusers opens. Which dtype each weight has on the device is decided here and nowhere else.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from tokenizers import Tokenizer
+
+from wanjax import sharding, text_encoder, transformer, weights
+from wanjax.presets import PRESETS, TINY, Preset, preset_for
+from wanjax.text_encoder import TextEncoder, TextEncoderConfig, init_text_encoder
+from wanjax.transformer import Transformer, TransformerConfig, init_transformer
+from wanjax.vae import VAE, VAEConfig, init_vae
+
+
+@dataclass(frozen=True)
+class Wan:
+    """All that one checkpoint needs to make videos; swap any part with `dataclasses.replace`.
+
+    `transformer` is the only expert or the high-noise one, `transformer_2` the low-noise one. `vae_dtype` is what the VAE
+    computes in, whatever its weights are.
+    """
+
+    preset: Preset
+    tokenizer: Tokenizer
+    text_encoder: TextEncoder
+    transformer: Transformer
+    transformer_2: Transformer | None
+    vae: VAE
+    vae_dtype: DTypeLike = jnp.float32
+    mesh: Mesh | None = None
+
+
+@dataclass(frozen=True)
+class _Component:
+    """How one kind of module is stored: its folder, its config, its template and the sizes its layouts need."""
+
+    folder: str
+    stem: str
+    module: type
+    read_config: Callable[..., Any]
+    init: Callable[..., Any]
+    sizes: Callable[[Any], weights.Sizes]
+    keep_float32: Callable[[str], bool]
+
+
+_VAE = _Component("vae", "diffusion_pytorch_model", VAE, VAEConfig.from_json, init_vae, lambda config: {}, lambda name: False)
+_TRANSFORMER = _Component(
+    "transformer",
+    "diffusion_pytorch_model",
+    Transformer,
+    TransformerConfig.from_json,
+    init_transformer,
+    transformer.transformer_sizes,
+    transformer.keep_float32,
+)
+_TEXT_ENCODER = _Component(
+    "text_encoder", "model", TextEncoder, TextEncoderConfig.from_json, init_text_encoder, lambda config: {}, lambda name: False
+)
+
+
+def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_dtype: Any = None, mesh: Mesh | None = None) -> Wan:
+    """Everything that one checkpoint needs to make videos.
+
+    A preset's name (`PRESETS`; "tiny" comes with the package), a folder in the diffusers layout, or a hub id. `dtype` is what
+    transformer and text encoder compute in (default: float32 on CPU, else bfloat16; time embedding, modulation and
+    norms stay float32), `vae_dtype` what the VAE does (default: bfloat16 on TPU, else float32; its weights are float32).
+    With a `mesh` every device reads its own slice of the weights. ValueError says what is missing or does not fit.
+    """
+    _keep_compiled_programs()
+    source = _resolve(path_or_repo_or_preset)
+    index = weights.read_json(source, "model_index.json")
+    accelerated = jax.default_backend() != "cpu"
+    dtype = jnp.dtype(dtype or (jnp.bfloat16 if accelerated else jnp.float32))
+    vae_dtype = jnp.dtype(vae_dtype or (jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float32))
+    first = load_transformer(source, "transformer", dtype=dtype, mesh=mesh)
+    second = load_transformer(source, "transformer_2", dtype=dtype, mesh=mesh) if (index.get("transformer_2") or [None])[0] else None
+    return Wan(
+        _preset(source, path_or_repo_or_preset, index, first.config),
+        load_tokenizer(source),
+        load_text_encoder(source, "text_encoder", dtype=dtype, mesh=mesh),
+        first,
+        second,
+        load_vae(source, "vae", mesh=mesh),
+        vae_dtype,
+        mesh,
+    )
+
+
+def load_vae(
+    path_or_repo: str | Path,
+    subfolder: str | None = None,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    config: VAEConfig | None = None,
+) -> VAE:
+    """The VAE of a component folder, a pipeline folder, a hub id, or (with `config` where it is not 2.1's) a single file.
+
+    `dtype` is that of the weights: float32 unless given, whatever the file has.
+    """
+    return _load(_VAE, path_or_repo, subfolder, dtype or jnp.float32, mesh, config)
+
+
+def load_transformer(
+    path_or_repo: str | Path,
+    subfolder: str | None = None,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    config: TransformerConfig | None = None,
+) -> Transformer:
+    """The diffusion transformer of a component folder, a pipeline folder, a hub id or a single file (then give its `config`).
+
+    `dtype` is that of the weights (default: as stored), except those that stay float32: time embedding, modulation tables, norms.
+    """
+    return _load(_TRANSFORMER, path_or_repo, subfolder, dtype, mesh, config)
+
+
+def load_text_encoder(
+    path_or_repo: str | Path,
+    subfolder: str | None = None,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    config: TextEncoderConfig | None = None,
+) -> TextEncoder:
+    """The UMT5 encoder of a component folder, a pipeline folder, a hub id or a single file (then give its `config`)."""
+    return _load(_TEXT_ENCODER, path_or_repo, subfolder, dtype, mesh, config)
+
+
+def _load(component: _Component, source: str | Path, subfolder: str | None, dtype: DTypeLike | None, mesh: Mesh | None, config: Any) -> Any:
+    """Read one component, tensor by tensor, each straight to its place."""
+    source = _resolve(source)
+    if subfolder is None and weights.is_pipeline(source):
+        subfolder = component.folder
+    checkpoint = weights.open_checkpoint(source, subfolder)
+    config = config or component.read_config(checkpoint.config)
+    template = jax.eval_shape(lambda: component.init(config, jax.random.key(0)))
+    return weights.fill(
+        template,
+        checkpoint.tensors,
+        component.sizes(config),
+        dtype=lambda name: jnp.float32 if component.keep_float32(name) else dtype,
+        place=None if mesh is None else lambda name, shape: sharding.weight_sharding(mesh, name, shape),
+        what=checkpoint.where,
+    )
+
+
+def save(path: str | Path, model: Wan | VAE | Transformer | TextEncoder, *, dtype: DTypeLike | None = None) -> None:
+    """Write a model (a pipeline folder) or one component (a component folder) in the layout that diffusers opens.
+
+    `dtype` rounds the weights on the way; they load back identically without it. Files appear under their names when complete.
+    """
+    if isinstance(model, Wan):
+        return _save_pipeline(Path(path), model, dtype)
+    component = next(c for c in (_VAE, _TRANSFORMER, _TEXT_ENCODER) if isinstance(model, c.module))
+    tensors = weights.to_tensors(model, component.sizes(model.config))
+    if dtype is not None:
+        tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    weights.save_component(path, tensors, model.config.to_json(), stem=component.stem)
+
+
+def _save_pipeline(path: Path, wan: Wan, dtype: DTypeLike | None) -> None:
+    """Every component in its folder, the tokenizer, the scheduler's config, the index and the preset."""
+    parts = {"text_encoder": wan.text_encoder, "transformer": wan.transformer, "transformer_2": wan.transformer_2, "vae": wan.vae}
+    for folder, module in parts.items():
+        if module is not None:
+            save(path / folder, module, dtype=dtype)
+    tokenizer = {
+        "tokenizer_class": "T5TokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "extra_ids": 0,
+        "model_max_length": 512,
+    }
+    special = {name: tokenizer[name] for name in ("pad_token", "eos_token", "unk_token")}
+    written = {
+        "tokenizer/tokenizer.json": json.loads(wan.tokenizer.to_str()),
+        "tokenizer/tokenizer_config.json": tokenizer,
+        "tokenizer/special_tokens_map.json": special,
+        "scheduler/scheduler_config.json": scheduler_config(wan.preset),
+        "model_index.json": model_index(wan),
+        "preset.json": wan.preset.to_json(),
+    }
+    for name, content in written.items():
+        weights.write_json(path / name, content)
+
+
+def load_tokenizer(path_or_repo: str | Path) -> Tokenizer:
+    """The tokenizer of a pipeline folder, a `tokenizer` folder, a tokenizer.json or a hub id."""
+    return text_encoder.load_tokenizer(weights.local_file(_resolve(path_or_repo), "tokenizer/tokenizer.json"))
+
+
+def scheduler_config(preset: Preset) -> dict[str, Any]:
+    """The scheduler_config.json with which diffusers samples as the preset does."""
+    if preset.solver == "euler":
+        return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": preset.flow_shift}
+    common = {
+        "num_train_timesteps": 1000,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": preset.flow_shift,
+        "solver_order": 2,
+        "lower_order_final": True,
+        "final_sigmas_type": "zero",
+        "timestep_spacing": "linspace",
+    }
+    if preset.solver == "dpm":
+        return {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "solver_type": "midpoint", **common}
+    return {"_class_name": "UniPCMultistepScheduler", "solver_type": "bh2", "predict_x0": True, "disable_corrector": [], **common}
+
+
+def model_index(wan: Wan) -> dict[str, Any]:
+    """The model_index.json of diffusers' WanPipeline."""
+    denoiser = ["diffusers", "WanTransformer3DModel"]
+    return {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": "0.42.1",
+        "boundary_ratio": wan.preset.boundary_ratio,
+        "expand_timesteps": wan.preset.expand_timesteps,
+        "scheduler": ["diffusers", scheduler_config(wan.preset)["_class_name"]],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "transformer": denoiser,
+        "transformer_2": denoiser if wan.transformer_2 is not None else [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+
+
+def _resolve(source: str | Path) -> str | Path:
+    """A preset's name to its folder or hub id; anything else as it is."""
+    if source == TINY.name:
+        return Path(str(files("wanjax"))) / "assets" / "tiny"
+    preset = PRESETS.get(str(source))
+    return source if preset is None or preset.repo is None else preset.repo
+
+
+def _preset(source: str | Path, name: str | Path, index: dict[str, Any], architecture: TransformerConfig) -> Preset:
+    """The preset that was asked for by name, else the folder's own, else the public checkpoint's it looks like."""
+    if str(name) in PRESETS:
+        return PRESETS[str(name)]
+    own = weights.read_json(source, "preset.json", missing_ok=True)
+    return Preset.from_json(own) if own else preset_for(architecture, index, weights.read_json(source, "scheduler/scheduler_config.json"))
+
+
+def _keep_compiled_programs() -> None:
+    """Turn JAX's persistent compilation cache on, unless the user has said anything about it."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wanjax" / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
