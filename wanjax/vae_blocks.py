@@ -8,6 +8,7 @@ One irregular rule, from the reference: the first latent frame stands for a sing
 of frame rate untouched, and `first=True` marks the chunk made of it alone.
 """
 
+import functools
 from collections.abc import Mapping
 
 import equinox as eqx
@@ -30,14 +31,14 @@ class CausalConv3d(eqx.Module):
     """Weights of a convolution that sees the present and the past, never the future."""
 
     weight: Float[Array, "kt kh kw cin cout"] = stored("cout cin kt kh kw -> kt kh kw cin cout")
-    bias: Float[Array, " cout"]
+    bias: Float[Array, " cout"] = stored()
 
 
 class Conv2d(eqx.Module):
     """Weights of a convolution within each frame."""
 
     weight: Float[Array, "kh kw cin cout"] = stored("cout cin kh kw -> kh kw cin cout")
-    bias: Float[Array, " cout"]
+    bias: Float[Array, " cout"] = stored()
 
 
 class Norm(eqx.Module):
@@ -81,7 +82,7 @@ class Resample(eqx.Module):
     """Halves or doubles height and width and, where it has a `time_conv`, the frame rate."""
 
     conv: Conv2d = stored(name="resample.1")
-    time_conv: CausalConv3d | None
+    time_conv: CausalConv3d | None = stored()
 
 
 class ResidualDownBlock(eqx.Module):
@@ -147,7 +148,8 @@ def causal_conv(
     else:
         padded = jnp.concatenate([history, x], axis=1).astype(jnp.float32)
         count = (padded.shape[1] - taps) // stride + 1
-        total = sum(frame_conv(padded[:, tap : tap + stride * (count - 1) + 1 : stride], weight[tap]) for tap in range(taps))
+        shifted = lambda tap: padded[:, tap : tap + stride * (count - 1) + 1 : stride]
+        total = functools.reduce(jnp.add, [frame_conv(shifted(tap), weight[tap]) for tap in range(taps)])
     return total.astype(x.dtype) + conv.bias
 
 

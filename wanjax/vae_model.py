@@ -1,0 +1,162 @@
+"""The two networks of the Wan VAE, on one chunk of consecutive frames: `encode_chunk` and `decode_chunk`.
+
+2.1 (16 latent channels, 8 pixels a latent) and 2.2 (48 channels, 16 pixels) differ in their kind of level only.
+"""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from wanjax.attention import attention
+from wanjax.vae_blocks import (
+    Cache,
+    CausalConv3d,
+    MidBlock,
+    Norm,
+    Resample,
+    ResidualBlock,
+    ResidualDownBlock,
+    ResidualUpBlock,
+    UpBlock,
+    cached_conv,
+    downsample,
+    init_causal_conv,
+    init_mid_block,
+    init_resample,
+    init_residual_blocks,
+    mid_block,
+    residual_block,
+    residual_down_block,
+    residual_up_block,
+    rms_norm,
+    up_block,
+)
+from wanjax.vae_config import VAEConfig
+
+
+class Encoder(eqx.Module):
+    """Video to latents. 2.1's levels are a flat row of residual blocks and resamplers, 2.2's are blocks of their own."""
+
+    conv_in: CausalConv3d
+    down_blocks: tuple[ResidualBlock | Resample | ResidualDownBlock, ...]
+    mid_block: MidBlock
+    norm_out: Norm
+    conv_out: CausalConv3d
+
+
+class Decoder(eqx.Module):
+    """Latents to video."""
+
+    conv_in: CausalConv3d
+    mid_block: MidBlock
+    up_blocks: tuple[UpBlock | ResidualUpBlock, ...]
+    norm_out: Norm
+    conv_out: CausalConv3d
+
+
+class VAE(eqx.Module):
+    """Weights of a Wan VAE; the half that a caller does not need may be None."""
+
+    encoder: Encoder | None
+    quant_conv: CausalConv3d | None
+    post_quant_conv: CausalConv3d | None
+    decoder: Decoder | None
+    config: VAEConfig = eqx.field(static=True)
+
+
+def decode_chunk(x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """The decoder on consecutive latent frames, given the cache that the frames before them left."""
+    decoder = weights.decoder
+    assert decoder is not None
+    x, cache = cached_conv(x, decoder.conv_in, "decoder.conv_in", cache)
+    x, cache = mid_block(x, decoder.mid_block, "decoder.mid_block", cache, attention)
+    for i, block in enumerate(decoder.up_blocks):
+        name = f"decoder.up_blocks.{i}"
+        if isinstance(block, ResidualUpBlock):
+            x, cache = residual_up_block(x, block, name, cache, first)
+        else:
+            x, cache = up_block(x, block, name, cache, first)
+    x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
+    return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache)
+
+
+def encode_chunk(x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them."""
+    encoder = weights.encoder
+    assert encoder is not None
+    x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache)
+    for i, block in enumerate(encoder.down_blocks):
+        name = f"encoder.down_blocks.{i}"
+        if isinstance(block, ResidualDownBlock):
+            x, cache = residual_down_block(x, block, name, cache, first)
+        elif isinstance(block, Resample):
+            x, cache = downsample(x, block, name, cache, first)
+        else:
+            x, cache = residual_block(x, block, name, cache)
+    x, cache = mid_block(x, encoder.mid_block, "encoder.mid_block", cache, attention)
+    x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
+    return cached_conv(x, encoder.conv_out, "encoder.conv_out", cache)
+
+
+def init_vae(config: VAEConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> VAE:
+    """A VAE with random weights, to train from scratch or, under `jax.eval_shape`, to serve as the template for loading."""
+    keys = jax.random.split(key, 4)
+    z = config.z_dim
+    return VAE(
+        encoder=init_encoder(config, keys[0], dtype),
+        quant_conv=init_causal_conv(keys[1], (1, 1, 1), 2 * z, 2 * z, dtype),
+        post_quant_conv=init_causal_conv(keys[2], (1, 1, 1), z, z, dtype),
+        decoder=init_decoder(config, keys[3], dtype),
+        config=config,
+    )
+
+
+def init_encoder(config: VAEConfig, key: PRNGKeyArray, dtype: DTypeLike) -> Encoder:
+    """An encoder with random weights."""
+    widths = [config.base_dim * m for m in (1, *config.dim_mult)]
+    last = len(config.dim_mult) - 1
+    keys = iter(jax.random.split(key, 3 + 2 * len(config.dim_mult)))
+    blocks: list[ResidualBlock | Resample | ResidualDownBlock] = []
+    for i, (cin, cout) in enumerate(itertools.pairwise(widths)):
+        resnets = init_residual_blocks(next(keys), config.num_res_blocks, cin, cout, dtype)
+        sampler = None if i == last else init_resample(next(keys), cout, cout, cout if config.temperal_downsample[i] else None, dtype)
+        if config.is_residual:
+            blocks.append(ResidualDownBlock(resnets, sampler))
+        else:
+            blocks.extend(resnets if sampler is None else (*resnets, sampler))
+    return Encoder(
+        init_causal_conv(next(keys), (3, 3, 3), config.in_channels, widths[0], dtype),
+        tuple(blocks),
+        init_mid_block(next(keys), widths[-1], dtype),
+        Norm(jnp.ones(widths[-1], dtype)),
+        init_causal_conv(next(keys), (3, 3, 3), widths[-1], 2 * config.z_dim, dtype),
+    )
+
+
+def init_decoder(config: VAEConfig, key: PRNGKeyArray, dtype: DTypeLike) -> Decoder:
+    """A decoder with random weights. 2.1's upsamplers halve the channels, 2.2's keep them."""
+    base = config.decoder_base_dim or config.base_dim
+    widths = [base * m for m in (config.dim_mult[-1], *config.dim_mult[::-1])]
+    last = len(config.dim_mult) - 1
+    keys = iter(jax.random.split(key, 3 + 2 * len(config.dim_mult)))
+    blocks: list[UpBlock | ResidualUpBlock] = []
+    for i, (cin, cout) in enumerate(itertools.pairwise(widths)):
+        if i > 0 and not config.is_residual:
+            cin //= 2
+        resnets = init_residual_blocks(next(keys), config.num_res_blocks + 1, cin, cout, dtype)
+        sampler = None
+        if i < last:
+            doubles_time = config.temperal_downsample[::-1][i]
+            sampler = init_resample(next(keys), cout, cout if config.is_residual else cout // 2, 2 * cout if doubles_time else None, dtype)
+        blocks.append(ResidualUpBlock(resnets, sampler) if config.is_residual else UpBlock(resnets, () if sampler is None else (sampler,)))
+    return Decoder(
+        init_causal_conv(next(keys), (3, 3, 3), config.z_dim, widths[0], dtype),
+        init_mid_block(next(keys), widths[0], dtype),
+        tuple(blocks),
+        Norm(jnp.ones(widths[-1], dtype)),
+        init_causal_conv(next(keys), (3, 3, 3), widths[-1], config.out_channels, dtype),
+    )
