@@ -49,11 +49,12 @@ def small_vae(kind: str) -> VAEConfig:
 
 
 def small_tokenizer() -> Tokenizer:
-    """One token a word, as T5 marks its ends."""
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    """A T5 tokenizer (unigram, `</s>` appended) of a few words."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"\u2581{word}", -1.0) for word in WORDS)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always", split=True)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
     return tokenizer
 
 

@@ -48,15 +48,19 @@ def test_latents_and_frames_equal_diffusers(kind, tmp_path):
 
 
 def test_bfloat16_is_no_farther_from_float32_than_diffusers_is(tmp_path):
-    wan = small_wan("2.1")
-    wanjax.save(tmp_path, wan)
-    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 4, 4)).astype(np.float32)
+    """Rounding is chance, so the errors of four models and eight videos each are compared together."""
+    prompts = PROMPTS * 4
+    noise = np.random.default_rng(0).normal(size=(8, 4, 2, 4, 4)).astype(np.float32)
     options = dict(height=32, width=32, num_frames=5, num_inference_steps=6, guidance_scale=4.0, output_type="latent")
-    exact = np.asarray(wanjax.generate(wan, PROMPTS[:1], latents=noise, **options))
-    low = wanjax.load(tmp_path, dtype=jnp.bfloat16)
-    ours = np.asarray(wanjax.generate(low, PROMPTS[:1], latents=noise, **options))
-    with torch.no_grad():
-        pipeline = opened_by_diffusers(tmp_path, torch.bfloat16)
-        theirs = pipeline(PROMPTS[:1], negative_prompt="", latents=torch.from_numpy(noise), **options).frames.float().numpy()
-    error = lambda x: np.linalg.norm(x - exact) / np.linalg.norm(exact)
-    assert 0 < error(ours) <= error(theirs)
+    errors = []
+    for seed in (0, 10, 20, 30):
+        wan = small_wan("2.1", seed)
+        wanjax.save(tmp_path / str(seed), wan)
+        exact = np.asarray(wanjax.generate(wan, prompts, latents=noise, **options))
+        ours = np.asarray(wanjax.generate(wanjax.load(tmp_path / str(seed), dtype=jnp.bfloat16), prompts, latents=noise, **options))
+        with torch.no_grad():
+            pipeline = opened_by_diffusers(tmp_path / str(seed), torch.bfloat16)
+            theirs = pipeline(prompts, negative_prompt="", latents=torch.from_numpy(noise), **options).frames.float().numpy()
+        errors.append([np.linalg.norm(latents - exact) / np.linalg.norm(exact) for latents in (ours, theirs)])
+    ours, theirs = np.mean(errors, axis=0)
+    assert 0 < ours <= theirs

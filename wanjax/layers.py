@@ -6,6 +6,7 @@ A linear map computes in the dtype of its weights; norms take their statistics i
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from wanjax.weights import stored
@@ -31,7 +32,7 @@ class LayerNorm(eqx.Module):
     bias: Float[Array, " c"]
 
 
-def init_linear(key: PRNGKeyArray, cin: int, cout: int, *, bias: bool = True, dtype: jnp.dtype = jnp.float32) -> Linear:
+def init_linear(key: PRNGKeyArray, cin: int, cout: int, *, bias: bool = True, dtype: DTypeLike = jnp.float32) -> Linear:
     """A linear map with uniform weights in +-1/sqrt(cin) and a zero bias."""
     weight = jax.random.uniform(key, (cin, cout), dtype, -1, 1) * cin**-0.5
     return Linear(weight, jnp.zeros(cout, dtype) if bias else None)

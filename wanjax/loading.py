@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from wanjax import sharding, text_encoder, transformer, weights
+from wanjax import checkpoint, text_encoder, transformer, weights
 from wanjax.presets import PRESETS, TINY, Preset, preset_for
 from wanjax.text_encoder import TextEncoder, TextEncoderConfig, init_text_encoder
 from wanjax.transformer import Transformer, TransformerConfig, init_transformer
@@ -81,7 +82,7 @@ def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_
     """
     _keep_compiled_programs()
     source = _resolve(path_or_repo_or_preset)
-    index = weights.read_json(source, "model_index.json")
+    index = checkpoint.read_json(source, "model_index.json")
     accelerated = jax.default_backend() != "cpu"
     dtype = jnp.dtype(dtype or (jnp.bfloat16 if accelerated else jnp.float32))
     vae_dtype = jnp.dtype(vae_dtype or (jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float32))
@@ -144,18 +145,23 @@ def load_text_encoder(
 def _load(component: _Component, source: str | Path, subfolder: str | None, dtype: DTypeLike | None, mesh: Mesh | None, config: Any) -> Any:
     """Read one component, tensor by tensor, each straight to its place."""
     source = _resolve(source)
-    if subfolder is None and weights.is_pipeline(source):
+    if subfolder is None and checkpoint.is_pipeline(source):
         subfolder = component.folder
-    checkpoint = weights.open_checkpoint(source, subfolder)
-    config = config or component.read_config(checkpoint.config)
+    opened = checkpoint.open_checkpoint(source, subfolder)
+    config = config or component.read_config(opened.config)
     template = jax.eval_shape(lambda: component.init(config, jax.random.key(0)))
+    place = None
+    if mesh is not None:
+        from wanjax import sharding
+
+        place = partial(sharding.weight_sharding, mesh)
     return weights.fill(
         template,
-        checkpoint.tensors,
+        opened.tensors,
         component.sizes(config),
         dtype=lambda name: jnp.float32 if component.keep_float32(name) else dtype,
-        place=None if mesh is None else lambda name, shape: sharding.weight_sharding(mesh, name, shape),
-        what=checkpoint.where,
+        place=place,
+        what=opened.where,
     )
 
 
@@ -170,7 +176,7 @@ def save(path: str | Path, model: Wan | VAE | Transformer | TextEncoder, *, dtyp
     tensors = weights.to_tensors(model, component.sizes(model.config))
     if dtype is not None:
         tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
-    weights.save_component(path, tensors, model.config.to_json(), stem=component.stem)
+    checkpoint.save_component(path, tensors, model.config.to_json(), stem=component.stem)
 
 
 def _save_pipeline(path: Path, wan: Wan, dtype: DTypeLike | None) -> None:
@@ -197,12 +203,12 @@ def _save_pipeline(path: Path, wan: Wan, dtype: DTypeLike | None) -> None:
         "preset.json": wan.preset.to_json(),
     }
     for name, content in written.items():
-        weights.write_json(path / name, content)
+        checkpoint.write_json(path / name, content)
 
 
 def load_tokenizer(path_or_repo: str | Path) -> Tokenizer:
     """The tokenizer of a pipeline folder, a `tokenizer` folder, a tokenizer.json or a hub id."""
-    return text_encoder.load_tokenizer(weights.local_file(_resolve(path_or_repo), "tokenizer/tokenizer.json"))
+    return text_encoder.load_tokenizer(checkpoint.local_file(_resolve(path_or_repo), "tokenizer/tokenizer.json"))
 
 
 def scheduler_config(preset: Preset) -> dict[str, Any]:
@@ -253,8 +259,10 @@ def _preset(source: str | Path, name: str | Path, index: dict[str, Any], archite
     """The preset that was asked for by name, else the folder's own, else the public checkpoint's it looks like."""
     if str(name) in PRESETS:
         return PRESETS[str(name)]
-    own = weights.read_json(source, "preset.json", missing_ok=True)
-    return Preset.from_json(own) if own else preset_for(architecture, index, weights.read_json(source, "scheduler/scheduler_config.json"))
+    own = checkpoint.read_json(source, "preset.json", missing_ok=True)
+    return (
+        Preset.from_json(own) if own else preset_for(architecture, index, checkpoint.read_json(source, "scheduler/scheduler_config.json"))
+    )
 
 
 def _keep_compiled_programs() -> None:

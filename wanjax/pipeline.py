@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Float, Float32, Key, UInt8
+from jaxtyping import Array, Float, Float32, UInt8
 
 from wanjax import sampler, vae
 from wanjax.attention import Attend, attention
@@ -188,14 +188,16 @@ def make_request(
         (config.z_dim, (frames - 1) // 4 + 1, height // config.stride, width // config.stride),
     )
     if not all(np.isfinite(scale) for scale in (request.guidance_scale, guidance_scale_2 or 0.0)):
-        raise ValueError(f"guidance scales are finite numbers (1 is off, 3 to 6 are usual); got {request.guidance_scale}, {guidance_scale_2}.")
+        raise ValueError(
+            f"guidance scales are finite numbers (1 is off, 3 to 6 are usual); got {request.guidance_scale}, {guidance_scale_2}."
+        )
     if request.solver not in _SOLVERS:
         raise ValueError(f"solver is one of {', '.join(_SOLVERS)}; got {request.solver!r}.")
     _ = request.steps, sampler.video_keys(seeds, 1)  # raise for step counts, shifts and seeds that cannot be
     return request
 
 
-def embed_prompts(wan: Wan, prompts: Sequence[str]) -> Float[Array, "b 512 c"]:
+def embed_prompts(wan: Wan, prompts: Sequence[str]) -> Float[Array, "b 512 k"]:
     """The text that the transformer reads of each prompt: cleaned, tokenised, encoded, zero past the prompt's end.
 
     Equal prompts are encoded once, and one at a time: one program serves any number of them.
@@ -210,8 +212,8 @@ def embed_prompts(wan: Wan, prompts: Sequence[str]) -> Float[Array, "b 512 c"]:
 def denoise(
     wan: Wan,
     request: Request,
-    text: Float[Array, "p 512 c"],
-    negative: Float[Array, "p 512 c"] | None,
+    text: Float[Array, "p 512 k"],
+    negative: Float[Array, "p 512 k"] | None,
     *,
     latents: Float[Array | np.ndarray, "b c t h w"] | None = None,
     callback: Callback | None = None,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from wanjax.attention import Attend, attention
@@ -78,7 +79,7 @@ T2V_A14B = T2V_14B
 TI2V_5B = TransformerConfig(num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30)
 
 
-class Rotary(eqx.Module):
+class Rotary(Linear):
     """A projection whose output is rotated. Each head's channels are its pairs' first halves, then their second halves,
     where the file interleaves them: rotating halves moves no data between neighbours."""
 
@@ -86,7 +87,7 @@ class Rotary(eqx.Module):
     bias: Float[Array, " cout"] = stored("(n j pair) -> (n pair j)")
 
 
-class RotaryNorm(eqx.Module):
+class RotaryNorm(RMSNorm):
     """The gain of a norm over all heads of a rotated projection, in the same order."""
 
     weight: Float[Array, " c"] = stored("(n j pair) -> (n pair j)")
@@ -336,7 +337,7 @@ def check_inputs(
         raise ValueError("velocity: " + "; ".join(problems) + ".")
 
 
-def init_transformer(config: TransformerConfig, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Transformer:
+def init_transformer(config: TransformerConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Transformer:
     """Random weights to train from scratch: gates open (1), output projections halved, a zero head, float32 where `keep_float32` says."""
     width, keys = config.width, iter(jax.random.split(key, 8))
     maps = lambda key, *widths, dtype=dtype: [
