@@ -1,6 +1,7 @@
 """`generate` and its parts on small random models: what comes out, what it depends on, and what it refuses."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +139,17 @@ def test_the_whole_sampling_works_inside_one_jit(wan):
 def test_bad_arguments_are_one_sentence(wan, arguments, message):
     with pytest.raises(ValueError, match=message):
         wanjax.generate(wan, **{"prompt": PROMPTS[0], **arguments})
+
+
+@pytest.mark.parametrize("kind", ["2.1", "a14b", "5b"])
+def test_latents_are_diffusers_latents(kind):
+    """Against numbers that golden/make_pipeline.py took from diffusers."""
+    wan = small_wan(kind)
+    expected = np.load(Path(__file__).parent / "golden" / "pipeline.npz")[kind]
+    noise = np.random.default_rng(0).normal(size=expected.shape).astype(np.float32)
+    size = 4 * wan.vae.config.stride
+    options = {"guidance_scale_2": 2.0} if kind == "a14b" else {}
+    latents = wanjax.generate(
+        wan, PROMPTS, latents=noise, height=size, width=size, num_inference_steps=6, guidance_scale=4.0, output_type="latent", **options
+    )
+    assert np.linalg.norm(latents - expected) <= 1e-5 * np.linalg.norm(expected)
