@@ -296,8 +296,12 @@ def caption_batch(rng: np.random.Generator, tokenizer: Tokenizer, words: Sequenc
 
 def teacher_latents(rng: np.random.Generator, teacher: Teacher, count: int) -> tuple[list[Words], np.ndarray]:
     """Captions' words and teacher latents of fresh clips."""
-    clips = [random_clip(rng) for _ in range(count)]
-    return [clip.words for clip in clips], np.stack([teacher.latents(clip) for clip in clips])
+    words, latents = [], []
+    for _ in range(count):
+        clip = random_clip(rng)
+        words.append(clip.words)
+        latents.append(teacher.latents(clip))
+    return words, np.stack(latents)
 
 
 def encoded_latents(rng: np.random.Generator, vae: VAE, count: int) -> tuple[list[Words], np.ndarray]:
@@ -312,7 +316,7 @@ def encoded_latents(rng: np.random.Generator, vae: VAE, count: int) -> tuple[lis
 
 # ---- everything in order
 
-PHASES = ("crops", "decoder", "encoder", "autoencoder", "teacher", "latents", "transformer")
+PHASES = ("crops", "decoder", "encoder", "joint_crops", "autoencoder", "teacher", "latents", "transformer")
 
 
 @dataclass(frozen=True)
@@ -323,7 +327,15 @@ class Plan:
     transformer: TransformerConfig = TRANSFORMER_CONFIG
     text_encoder: TextEncoderConfig = TEXT_CONFIG
     shares: Mapping[str, float] = field(
-        default_factory=lambda: {"crops": 0.09, "decoder": 0.06, "encoder": 0.08, "autoencoder": 0.13, "teacher": 0.26, "transformer": 0.38}
+        default_factory=lambda: {
+            "crops": 0.08,
+            "decoder": 0.05,
+            "encoder": 0.11,
+            "joint_crops": 0.11,
+            "autoencoder": 0.09,
+            "teacher": 0.26,
+            "transformer": 0.3,
+        }
     )
     clips: int = 4  # of 17 frames in a step of the VAE's
     teacher_latents: int = 12288
@@ -349,10 +361,10 @@ def run(plan: Plan, folder: Path, minutes: float, only: Sequence[str] = PHASES, 
     folder.mkdir(parents=True, exist_ok=True)
     teacher, tokenizer = fit_teacher(), build_tokenizer()
 
-    def phase(
-        name: str, weights: Tree, loss: Callable[..., Any], make: Callable[[np.random.Generator], Batch], rate: float, hold: float
-    ) -> Tree:
-        amount = dict(minutes=minutes * plan.shares[name], steps=plan.steps) if name in only else dict(minutes=0, steps=0)
+    Make = Callable[[np.random.Generator], Batch]
+
+    def phase(name: str, weights: Tree, loss: Callable[..., Any], make: Make, rate: float, hold: float) -> Tree:
+        amount = (minutes * plan.shares[name], plan.steps) if name in only else (0, None)
         rng = np.random.default_rng([seed, PHASES.index(name), time.time_ns()])  # another run goes on with other clips
         return train(name, weights, loss, ahead(lambda: make(rng)), minutes=amount[0], steps=amount[1], rate=rate, folder=folder, hold=hold)
 
@@ -367,6 +379,7 @@ def run(plan: Plan, folder: Path, minutes: float, only: Sequence[str] = PHASES, 
     decoder = phase("decoder", decoder, decoder_loss, clips(FRAMES), 1.5e-3, 0.3)
     encoder = phase("encoder", half(vae, "encoder"), encoder_loss, clips(FRAMES), 2e-3, 0.3)
     vae = replace(decoder, encoder=encoder.encoder, quant_conv=encoder.quant_conv)
+    vae = phase("joint_crops", vae, autoencoder_loss, clips(9, crop=4), 1.5e-3, 0.3)
     vae = phase("autoencoder", vae, autoencoder_loss, clips(1, 5, 9, FRAMES, FRAMES), 5e-4, 0.3)
 
     weights = init_denoiser(plan, tokenizer.get_vocab_size())

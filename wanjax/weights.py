@@ -128,7 +128,8 @@ def fill(
 
 def _read(entry: Entry, tensors: Mapping[str, Any], dtype: Any, place: Callable[[str, Shape], Sharding | None] | None) -> jax.Array:
     """The array of one leaf."""
-    layers = [entry.to_field(tensors[name]) for name in entry.names]
+    stored = [tensors[name] for name in entry.names]
+    layers = [entry.to_field(tensor if isinstance(tensor, jax.Array) else np.asarray(tensor)) for tensor in stored]
     xp = jnp if isinstance(layers[0], jax.Array) else np
     array = xp.stack(layers) if entry.stacked else layers[0]
     array = array if dtype is None else array.astype(dtype)
