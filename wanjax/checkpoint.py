@@ -16,7 +16,7 @@ from typing import Any
 
 import huggingface_hub
 
-from wanjax import tensor_file
+from wanjax import names, tensor_file
 from wanjax.tensor_file import StoredTensor
 
 PathOrRepo = str | Path
@@ -42,11 +42,12 @@ def open_checkpoint(path_or_repo: PathOrRepo, subfolder: str | None = None) -> C
     patterns = [f"{subfolder}/*" if subfolder else "*"]
     path = _local(path_or_repo, [pattern + end for pattern in patterns for end in (".safetensors", INDEX, "config.json")])
     if path.is_file():
-        return Checkpoint({}, _read_file(path), str(path))
+        return Checkpoint({}, _by_diffusers_names(_read_file(path)), str(path))
     folder = path / subfolder if subfolder else path
     if not folder.is_dir():
         raise ValueError(f"{path_or_repo} has no folder {subfolder}; it has {_listing(path)}.")
-    return Checkpoint(read_json(folder, "config.json", missing_ok=True), _read_folder(folder), f"{folder}{os.sep}")
+    tensors = _by_diffusers_names(_read_folder(folder))
+    return Checkpoint(read_json(folder, "config.json", missing_ok=True), tensors, f"{folder}{os.sep}")
 
 
 def is_pipeline(path_or_repo: PathOrRepo) -> bool:
@@ -115,17 +116,17 @@ def save_component(
         shards[-1][name] = tensor
         room -= size
     several = len(shards) > 1
-    names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{stem}.safetensors" for i in range(len(shards))]
-    with _appearing([folder / name for name in names]) as temporary:
+    files = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{stem}.safetensors" for i in range(len(shards))]
+    with _appearing([folder / file for file in files]) as temporary:
         for path, shard in zip(temporary, shards, strict=True):
             tensor_file.write(path, shard)
     if several:
-        index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
         write_json(folder / f"{stem}{INDEX}", {"metadata": {"total_size": size}, "weight_map": index})
     stale = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(stem + INDEX)}")
     for path in folder.iterdir():
-        if stale.fullmatch(path.name) and path.name not in names and not (several and path.name.endswith(INDEX)):
+        if stale.fullmatch(path.name) and path.name not in files and not (several and path.name.endswith(INDEX)):
             path.unlink()
     write_json(folder / "config.json", config)
 
@@ -141,6 +142,11 @@ def _appearing(paths: list[Path]) -> Iterator[list[Path]]:
     finally:
         for part in temporary:
             part.unlink(missing_ok=True)
+
+
+def _by_diffusers_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors under the names that diffusers gives them, without those that no model uses."""
+    return {name: stored[original] for original, name in names.to_diffusers(stored).items()}
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
@@ -209,5 +215,5 @@ def _local(path_or_repo: PathOrRepo, patterns: list[str]) -> Path:
 
 def _listing(folder: Path) -> str:
     """What a folder holds, for a message."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing"

@@ -1,4 +1,4 @@
-"""The `wanjax` command: generate, info, convert, plan, doctor.
+"""The `wanjax` command: generate, info, convert.
 
 Each subcommand is a function of its parsed arguments that calls the same public functions a Python user would. A
 user's mistake prints one sentence and exits with status 2; a traceback means a fault of ours.
@@ -17,7 +17,7 @@ import jax
 from tqdm import tqdm
 
 import wanjax
-from wanjax import doctor, pipeline, plan, presets, video
+from wanjax import convert, pipeline, presets, video
 
 _COMPILE_EVENTS = ("/jax/core/compile/", "/jax/compilation_cache/cache_retrieval_time")
 
@@ -56,14 +56,6 @@ def size(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"a size is WIDTHxHEIGHT in pixels, like 832x480; got {text!r}") from None
     return height, width
-
-
-def mesh_axes(text: str) -> dict[str, int]:
-    """Axis sizes from `data=2,context=4`."""
-    try:
-        return {name: int(count) for name, count in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"a mesh is AXIS=SIZE[,AXIS=SIZE ...], like data=2,context=4; got {text!r}") from None
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -127,13 +119,13 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     """Print what a checkpoint holds, from its headers alone."""
-    print(wanjax.weights.describe(args.path))
+    print(convert.describe(args.path))
     return 0
 
 
 def run_convert(args: argparse.Namespace) -> int:
     """Rewrite a checkpoint in the diffusers layout."""
-    wanjax.weights.convert(args.source, args.target, dtype=args.dtype)
+    convert.convert(args.source, args.target, dtype=args.dtype)
     print(f"wrote {args.target}")
     return 0
 
@@ -199,19 +191,12 @@ def build_parser() -> argparse.ArgumentParser:
     info.set_defaults(run=run_info)
     info.add_argument("path", help="a folder, file, preset or hub id")
 
-    convert = commands.add_parser("convert", help="rewrite a checkpoint in the diffusers layout")
-    convert.set_defaults(run=run_convert)
-    convert.add_argument("source", help="a folder or a single .safetensors file, any naming")
-    convert.add_argument("target", type=Path, help="the folder to write")
-    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="store as this dtype (default: as it is)")
+    rewrite = commands.add_parser("convert", help="rewrite a checkpoint in the diffusers layout")
+    rewrite.set_defaults(run=run_convert)
+    rewrite.add_argument("source", help="a folder or a single .safetensors file, any naming")
+    rewrite.add_argument("target", type=Path, help="the folder to write")
+    rewrite.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="store as this dtype (default: as it is)")
 
-    for module, help in (
-        (plan, "compile for a TPU slice you do not have, and say what it would cost"),
-        (doctor, "check the devices at hand"),
-    ):
-        command = commands.add_parser(module.__name__.split(".")[-1], help=help)
-        command.set_defaults(run=module.run)
-        module.add_arguments(command)
     return parser
 
 

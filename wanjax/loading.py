@@ -23,7 +23,8 @@ from wanjax import checkpoint, text_encoder, transformer, weights
 from wanjax.presets import PRESETS, TINY, Preset, preset_for
 from wanjax.text_encoder import TextEncoder, TextEncoderConfig, init_text_encoder
 from wanjax.transformer import Transformer, TransformerConfig, init_transformer
-from wanjax.vae import VAE, VAEConfig, init_vae
+from wanjax.vae_config import VAEConfig, config_from_shapes
+from wanjax.vae_model import VAE, init_vae
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,34 @@ class _Component:
     stem: str
     module: type
     read_config: Callable[..., Any]
+    config_from_shapes: Callable[..., Any]
     init: Callable[..., Any]
     sizes: Callable[[Any], weights.Sizes]
     keep_float32: Callable[[str], bool]
 
 
-_VAE = _Component("vae", "diffusion_pytorch_model", VAE, VAEConfig.from_json, init_vae, lambda config: {}, lambda name: False)
+_VAE = _Component(
+    "vae", "diffusion_pytorch_model", VAE, VAEConfig.from_json, config_from_shapes, init_vae, lambda config: {}, lambda name: False
+)
 _TRANSFORMER = _Component(
     "transformer",
     "diffusion_pytorch_model",
     Transformer,
     TransformerConfig.from_json,
+    TransformerConfig.from_shapes,
     init_transformer,
     transformer.transformer_sizes,
     transformer.keep_float32,
 )
 _TEXT_ENCODER = _Component(
-    "text_encoder", "model", TextEncoder, TextEncoderConfig.from_json, init_text_encoder, lambda config: {}, lambda name: False
+    "text_encoder",
+    "model",
+    TextEncoder,
+    TextEncoderConfig.from_json,
+    TextEncoderConfig.from_shapes,
+    init_text_encoder,
+    lambda config: {},
+    lambda name: False,
 )
 
 
@@ -81,7 +93,7 @@ def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_
     With a `mesh` every device reads its own slice of the weights. ValueError says what is missing or does not fit.
     """
     _keep_compiled_programs()
-    source = _resolve(path_or_repo_or_preset)
+    source = resolve(path_or_repo_or_preset)
     index = checkpoint.read_json(source, "model_index.json")
     accelerated = jax.default_backend() != "cpu"
     dtype = jnp.dtype(dtype or (jnp.bfloat16 if accelerated else jnp.float32))
@@ -89,7 +101,7 @@ def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_
     first = load_transformer(source, "transformer", dtype=dtype, mesh=mesh)
     second = load_transformer(source, "transformer_2", dtype=dtype, mesh=mesh) if (index.get("transformer_2") or [None])[0] else None
     return Wan(
-        _preset(source, path_or_repo_or_preset, index, first.config),
+        preset_of(path_or_repo_or_preset),
         load_tokenizer(source),
         load_text_encoder(source, "text_encoder", dtype=dtype, mesh=mesh),
         first,
@@ -108,7 +120,7 @@ def load_vae(
     *,
     config: VAEConfig | None = None,
 ) -> VAE:
-    """The VAE of a component folder, a pipeline folder, a hub id, or (with `config` where it is not 2.1's) a single file.
+    """The VAE of a component folder, a pipeline folder, a hub id or a single file, under diffusers' names or the original ones.
 
     `dtype` is that of the weights: float32 unless given, whatever the file has.
     """
@@ -123,7 +135,7 @@ def load_transformer(
     *,
     config: TransformerConfig | None = None,
 ) -> Transformer:
-    """The diffusion transformer of a component folder, a pipeline folder, a hub id or a single file (then give its `config`).
+    """The diffusion transformer of a component folder, a pipeline folder, a hub id or a single file, under either names.
 
     `dtype` is that of the weights (default: as stored), except those that stay float32: time embedding, modulation tables, norms.
     """
@@ -138,17 +150,17 @@ def load_text_encoder(
     *,
     config: TextEncoderConfig | None = None,
 ) -> TextEncoder:
-    """The UMT5 encoder of a component folder, a pipeline folder, a hub id or a single file (then give its `config`)."""
+    """The UMT5 encoder of a component folder, a pipeline folder, a hub id or a single file, under either names."""
     return _load(_TEXT_ENCODER, path_or_repo, subfolder, dtype, mesh, config)
 
 
 def _load(component: _Component, source: str | Path, subfolder: str | None, dtype: DTypeLike | None, mesh: Mesh | None, config: Any) -> Any:
     """Read one component, tensor by tensor, each straight to its place."""
-    source = _resolve(source)
+    source = resolve(source)
     if subfolder is None and checkpoint.is_pipeline(source):
         subfolder = component.folder
     opened = checkpoint.open_checkpoint(source, subfolder)
-    config = config or component.read_config(opened.config)
+    config = config or _config(component, opened)
     template = jax.eval_shape(lambda: component.init(config, jax.random.key(0)))
     place = None
     if mesh is not None:
@@ -208,7 +220,7 @@ def _save_pipeline(path: Path, wan: Wan, dtype: DTypeLike | None) -> None:
 
 def load_tokenizer(path_or_repo: str | Path) -> Tokenizer:
     """The tokenizer of a pipeline folder, a `tokenizer` folder, a tokenizer.json or a hub id."""
-    return text_encoder.load_tokenizer(checkpoint.local_file(_resolve(path_or_repo), "tokenizer/tokenizer.json"))
+    return text_encoder.load_tokenizer(checkpoint.local_file(resolve(path_or_repo), "tokenizer/tokenizer.json"))
 
 
 def scheduler_config(preset: Preset) -> dict[str, Any]:
@@ -247,7 +259,7 @@ def model_index(wan: Wan) -> dict[str, Any]:
     }
 
 
-def _resolve(source: str | Path) -> str | Path:
+def resolve(source: str | Path) -> str | Path:
     """A preset's name to its folder or hub id; anything else as it is."""
     if source == TINY.name:
         return Path(str(files("wanjax"))) / "assets" / "tiny"
@@ -255,14 +267,32 @@ def _resolve(source: str | Path) -> str | Path:
     return source if preset is None or preset.repo is None else preset.repo
 
 
-def _preset(source: str | Path, name: str | Path, index: dict[str, Any], architecture: TransformerConfig) -> Preset:
-    """The preset that was asked for by name, else the folder's own, else the public checkpoint's it looks like."""
-    if str(name) in PRESETS:
-        return PRESETS[str(name)]
-    own = checkpoint.read_json(source, "preset.json", missing_ok=True)
-    return (
-        Preset.from_json(own) if own else preset_for(architecture, index, checkpoint.read_json(source, "scheduler/scheduler_config.json"))
-    )
+def preset_of(path_or_repo_or_preset: str | Path) -> Preset:
+    """The preset that was asked for by name, else the folder's own, else that of the public checkpoint it looks like."""
+    if str(path_or_repo_or_preset) in PRESETS:
+        return PRESETS[str(path_or_repo_or_preset)]
+    source = resolve(path_or_repo_or_preset)
+    if own := checkpoint.read_json(source, "preset.json", missing_ok=True):
+        return Preset.from_json(own)
+    architecture = TransformerConfig.from_json(checkpoint.read_json(source, "transformer/config.json"))
+    index, scheduler = (checkpoint.read_json(source, name) for name in ("model_index.json", "scheduler/scheduler_config.json"))
+    return preset_for(architecture, index, scheduler)
+
+
+def identify(opened: checkpoint.Checkpoint) -> tuple[_Component, Any]:
+    """What kind of component a checkpoint is, and its config, from its config.json or its tensors."""
+    sign = {_VAE: "decoder.conv_in.weight", _TRANSFORMER: "patch_embedding.weight", _TEXT_ENCODER: "shared.weight"}
+    for component, name in sign.items():
+        if name in opened.tensors:
+            return component, _config(component, opened)
+    raise ValueError(f"{opened.where} is no VAE, transformer or text encoder of Wan: it has none of {', '.join(sign.values())}.")
+
+
+def _config(component: _Component, opened: checkpoint.Checkpoint) -> Any:
+    """The config that a checkpoint's config.json describes, or where it has none the one its tensors' shapes show."""
+    if opened.config:
+        return component.read_config(opened.config)
+    return component.config_from_shapes({name: tensor.shape for name, tensor in opened.tensors.items()})
 
 
 def _keep_compiled_programs() -> None:

@@ -54,6 +54,19 @@ class TextEncoderConfig:
             raise ValueError(f'only feed_forward_proj "gated-gelu" is implemented, which all UMT5 checkpoints use; got "{activation}"')
         return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
 
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> "TextEncoderConfig":
+        """The architecture of a checkpoint without a config.json, read off its tensors' shapes; ValueError where they are of no UMT5."""
+        layer = "encoder.block.0.layer."
+        try:
+            vocabulary, width = shapes["shared.weight"]
+            buckets, heads = shapes[f"{layer}0.SelfAttention.relative_attention_bias.weight"]
+            inner, ffn = shapes[f"{layer}0.SelfAttention.q.weight"][0], shapes[f"{layer}1.DenseReluDense.wi_0.weight"][0]
+        except KeyError as error:
+            raise ValueError(f"these are not the tensors of a UMT5 encoder: {error.args[0]} is missing; give config=.") from None
+        layers = 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("encoder.block."))
+        return cls(vocabulary, width, inner // heads, ffn, layers, heads, buckets)
+
     def to_json(self) -> dict[str, Any]:
         """The config.json that transformers' UMT5EncoderModel loads."""
         return {

@@ -71,6 +71,33 @@ class TransformerConfig:
             "pos_embed_seq_len": None,
         }
 
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> "TransformerConfig":
+        """The architecture of a checkpoint without a config.json, read off its tensors' shapes; heads are taken to be 128 wide, as in every Wan.
+
+        ValueError where the tensors are of no Wan transformer.
+        """
+        try:
+            width, channels, *patch = shapes["patch_embedding.weight"]
+            out, text = shapes["proj_out.weight"][0], shapes["condition_embedder.text_embedder.linear_1.weight"][1]
+            freq, ffn = shapes["condition_embedder.time_embedder.linear_1.weight"][1], shapes["blocks.0.ffn.net.0.proj.weight"][0]
+        except KeyError as error:
+            raise ValueError(f"these are not the tensors of a Wan transformer: {error.args[0]} is missing; give config=.") from None
+        if extra := next((name for name in shapes if "image_embedder" in name or name.startswith(("vace_", "face_", "motion_"))), None):
+            raise ValueError(f"this checkpoint has {extra}: image, VACE and Animate checkpoints are not supported yet.")
+        layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
+        return cls(
+            patch_size=tuple(patch),
+            num_attention_heads=max(width // 128, 1),
+            attention_head_dim=min(width, 128),
+            in_channels=channels,
+            out_channels=out // int(np.prod(patch)),
+            text_dim=text,
+            freq_dim=freq,
+            ffn_dim=ffn,
+            num_layers=layers,
+        )
+
 
 T2V_1_3B = TransformerConfig(num_attention_heads=12, ffn_dim=8960, num_layers=30)
 T2V_14B = TransformerConfig()
