@@ -35,7 +35,15 @@ from wanjax.weights import entries
 
 # 8x8 pixels and 4 frames a latent, as every Wan 2.1 VAE; folding 2x2 pixels into channels, as 2.2 does, makes it cheap.
 VAE_CONFIG = VAEConfig(
-    base_dim=32, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(True, True), patch_size=2, in_channels=12, out_channels=12
+    base_dim=32,
+    dim_mult=(1, 2, 2),
+    num_res_blocks=1,
+    temperal_downsample=(True, True),
+    patch_size=2,
+    in_channels=12,
+    out_channels=12,
+    latents_mean=(0.0,) * 16,  # the teacher's statistics; `with_statistics` writes the finished encoder's
+    latents_std=(1.0,) * 16,
 )
 WHOLE = 8  # latent frames in one piece: no scan, in which the gradient of a convolution is slow on CPU
 ROWS = 14  # text rows in training: the longest caption's tokens and at least one row of padding
@@ -145,7 +153,7 @@ def train(
         weights, state, average, value = step(weights, state, average, frozen, next(batches), jnp.float32(now), jnp.int32(count))
         losses.append(float(value))
         count, spent = count + 1, time.monotonic() - began
-        if len(losses) == 20 or share() >= 1:
+        if count == 1 or len(losses) == 20 or share() >= 1:
             print(f"{name}: {spent / 60:.1f} min, step {count}, loss {np.mean(losses):.4f}, rate {now:.1e}", flush=True)
             losses = []
         if time.monotonic() - written > 60:
@@ -380,7 +388,7 @@ def run(plan: Plan, folder: Path, minutes: float, only: Sequence[str] = PHASES, 
     encoder = phase("encoder", half(vae, "encoder"), encoder_loss, clips(FRAMES), 2e-3, 0.3)
     vae = replace(decoder, encoder=encoder.encoder, quant_conv=encoder.quant_conv)
     vae = phase("joint_crops", vae, autoencoder_loss, clips(9, crop=4), 1.5e-3, 0.3)
-    vae = phase("autoencoder", vae, autoencoder_loss, clips(1, 5, 9, FRAMES, FRAMES), 5e-4, 0.3)
+    vae = phase("autoencoder", vae, autoencoder_loss, clips(1, 5, 9, FRAMES, FRAMES), 1e-3, 0.3)
 
     weights = init_denoiser(plan, tokenizer.get_vocab_size())
     words, latents = teacher_latents(np.random.default_rng([seed, 1]), teacher, plan.teacher_latents if "teacher" in only else 1)

@@ -66,7 +66,9 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     seen = ""
     while "denoise" not in seen:
-        seen += os.read(process.stderr.fileno(), 1000).decode()
+        more = os.read(process.stderr.fileno(), 1000).decode()
+        assert more, f"the command ended before it denoised: {seen}"
+        seen += more
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130

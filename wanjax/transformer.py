@@ -73,9 +73,9 @@ class TransformerConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> "TransformerConfig":
-        """The architecture of a checkpoint without a config.json, read off its tensors' shapes; heads are taken to be 128 wide, as in every Wan.
+        """The architecture of a checkpoint without a config.json, read off its tensors' shapes.
 
-        ValueError where the tensors are of no Wan transformer.
+        Heads are taken to be 128 wide, as in every Wan. ValueError where the tensors are of no Wan transformer.
         """
         try:
             width, channels, *patch = shapes["patch_embedding.weight"]
