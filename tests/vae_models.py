@@ -18,6 +18,11 @@ CONFIGS: dict[str, VAEConfig] = {
     ),
 }
 
+# The shortest that halves the frame rate twice: for tests that compile many programs.
+SHORT: dict[str, VAEConfig] = {
+    kind: replace(small_vae(kind), dim_mult=(1, 2, 2), temperal_downsample=(True, True)) for kind in ("2.1", "2.2")
+}
+
 
 def template(config: VAEConfig) -> VAE:
     """A VAE of shapes."""
