@@ -39,16 +39,27 @@ def init_linear(key: PRNGKeyArray, cin: int, cout: int, *, bias: bool = True, dt
 
 
 def linear(x: Float[Array, "*b cin"], weights: Linear) -> Float[Array, "*b cout"]:
-    """x @ weight + bias in the dtype of the weights."""
-    y = x.astype(weights.weight.dtype) @ weights.weight
-    return y if weights.bias is None else y + weights.bias
+    """x @ weight + bias in the dtype of the weights, rounded to it once."""
+    dtype = weights.weight.dtype
+    y = jnp.matmul(x.astype(dtype), weights.weight, preferred_element_type=jnp.float32)
+    return (y if weights.bias is None else y + weights.bias.astype(jnp.float32)).astype(dtype)
+
+
+def gelu(x: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
+    """The tanh form of GELU, computed in float32, in the dtype of x."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def silu(x: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
+    """x sigmoid(x), computed in float32, in the dtype of x."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*b c"], weights: RMSNorm, eps: float) -> Float[Array, "*b c"]:
-    """x / sqrt(mean(x^2) + eps), rounded to the dtype of the gain, times the gain."""
+    """x / sqrt(mean(x^2) + eps) times the gain, computed in float32 and rounded once, to the dtype of the gain."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return normed.astype(weights.weight.dtype) * weights.weight
+    return (normed * weights.weight.astype(jnp.float32)).astype(weights.weight.dtype)
 
 
 def layer_norm(x: Float[Array, "*b c"], eps: float, weights: LayerNorm | None = None) -> Float[Array, "*b c"]:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from wanjax.attention import Attend, attention
-from wanjax.layers import LayerNorm, Linear, RMSNorm, init_linear, layer_norm, linear, rms_norm
+from wanjax.layers import LayerNorm, Linear, RMSNorm, gelu, init_linear, layer_norm, linear, rms_norm, silu
 from wanjax.weights import Sizes, stored
 
 
@@ -174,7 +174,7 @@ class Conditioning(eqx.Module):
     text_embedder: TwoLayers
 
 
-class PatchEmbedding(eqx.Module):
+class PatchEmbedding(Linear):
     """A patch's values, channel first, to a token; a linear map stored as a convolution."""
 
     weight: Float[Array, "cin cout"] = stored("cout c pt ph pw -> (c pt ph pw) cout")
@@ -220,9 +220,9 @@ def keep_float32(name: str) -> bool:
 
 
 def velocity(
-    latents: Float[Array, "b c t h w"],
-    timestep: Float[Array, " b"] | Float[Array, "b s"],
-    text: Float[Array, "b l k"],
+    latents: Float[Array | np.ndarray, "b c t h w"],
+    timestep: Float[Array | np.ndarray, " b"] | Float[Array | np.ndarray, "b s"],
+    text: Float[Array | np.ndarray, "b l k"],
     weights: Transformer,
     *,
     attend: Attend = attention,
@@ -239,16 +239,17 @@ def velocity(
     Source: Wan (https://arxiv.org/abs/2503.20314); numbers as diffusers' WanTransformer3DModel.
     """
     check_inputs(latents, timestep, text, weights)
+    latents, timestep, text = jnp.asarray(latents), jnp.asarray(timestep), jnp.asarray(text)
     config = weights.config
     dtype = weights.patch_embedding.weight.dtype
     pt, ph, pw = config.patch_size
     grid = tuple(size // patch for size, patch in zip(latents.shape[2:], config.patch_size, strict=True))
     patches = rearrange(latents, "b c (t pt) (h ph) (w pw) -> b (t h w) (c pt ph pw)", pt=pt, ph=ph, pw=pw)
-    x = patches.astype(dtype) @ weights.patch_embedding.weight + weights.patch_embedding.bias
+    x = linear(patches, weights.patch_embedding)
     embedder = weights.condition_embedder
     time = embed_time(timestep, config.freq_dim, embedder.time_embedder).astype(dtype)
-    modulation = rearrange(linear(jax.nn.silu(time), embedder.time_proj), "b s (six c) -> six b s c", six=6)
-    text = two_layers(text, embedder.text_embedder, lambda y: jax.nn.gelu(y, approximate=True))
+    modulation = rearrange(linear(silu(time), embedder.time_proj), "b s (six c) -> six b s c", six=6)
+    text = two_layers(text, embedder.text_embedder, gelu)
     rope = rope_table(grid, config.attention_head_dim)
 
     def step(x: Float[Array, "b s c"], block: Block) -> tuple[Float[Array, "b s c"], None]:
@@ -281,7 +282,7 @@ def apply_block(
 
     x = gated(x, self_attention(modulated(x, first), block.attn1, rope, config, attend), first.gate)
     x = x + cross_attention(layer_norm(x, config.eps, block.norm2).astype(x.dtype), text, block.attn2, config, cross_attend)
-    hidden = jax.nn.gelu(linear(modulated(x, second), block.ffn.up), approximate=True)
+    hidden = gelu(linear(modulated(x, second), block.ffn.up))
     return gated(x, linear(hidden, block.ffn.down), second.gate)
 
 
@@ -310,9 +311,10 @@ def cross_attention(
 def embed_time(timestep: Float[Array, " b"] | Float[Array, "b s"], freq_dim: int, weights: TwoLayers) -> Float32[Array, "b one_or_s c"]:
     """Cosines and sines of the timestep at `freq_dim` / 2 frequencies, through two linear maps; one row a video or a token."""
     timestep = timestep[:, None] if timestep.ndim == 1 else timestep
-    frequencies = jnp.asarray(np.exp(-np.log(10000) * np.arange(freq_dim // 2) / (freq_dim // 2)), jnp.float32)
-    angles = timestep.astype(jnp.float32)[..., None] * frequencies
-    return two_layers(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1), weights, jax.nn.silu)
+    # Exponents rounded to float32, as in diffusers: at timestep 1000 a frequency's last digit is 1e-4 of an angle.
+    exponents = np.float32(-np.log(10000)) * np.arange(freq_dim // 2, dtype=np.float32) / np.float32(freq_dim // 2)
+    angles = timestep.astype(jnp.float32)[..., None] * np.exp(exponents.astype(np.float64)).astype(np.float32)
+    return two_layers(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1), weights, silu)
 
 
 def two_layers(x: Float[Array, "*b cin"], weights: TwoLayers, act: Callable[[Array], Array]) -> Float[Array, "*b cout"]:
@@ -345,7 +347,10 @@ def rotate(x: Float[Array, "b s n d"], rope: Rope) -> Float[Array, "b s n d"]:
 
 
 def check_inputs(
-    latents: Float[Array, "b c t h w"], timestep: Float[Array, "*ts"], text: Float[Array, "b l k"], weights: Transformer
+    latents: Float[Array | np.ndarray, "b c t h w"],
+    timestep: Float[Array | np.ndarray, "*ts"],
+    text: Float[Array | np.ndarray, "b l k"],
+    weights: Transformer,
 ) -> None:
     """ValueError, everything wrong at once, unless the inputs fit the weights."""
     config = weights.config
