@@ -30,6 +30,11 @@ def randomised(module, seed: int, scale: float = 0.2):
     return jax.tree.unflatten(tree, drawn)
 
 
+def initialised(init, config, seed: int = 0):
+    """Random weights of a config, no array at its default; drawn in one compiled program."""
+    return randomised(jax.jit(init, static_argnums=0)(config, jax.random.key(0)), seed)
+
+
 def small_vae(kind: str) -> VAEConfig:
     """2.1's or 2.2's VAE at a base of 8 channels and one residual block a level."""
     small = dict(base_dim=8, num_res_blocks=1)
@@ -87,14 +92,13 @@ def small_wan(kind: str = "2.1", seed: int = 0) -> Wan:
         expand_timesteps=kind == "5b",
         negative_prompt="",
     )
-    key = jax.random.key(0)
     return Wan(
         preset,
         small_tokenizer(),
-        randomised(init_text_encoder(text_config, key), seed + 1),
-        randomised(init_transformer(architecture, key), seed + 2),
-        randomised(init_transformer(architecture, key), seed + 3) if kind == "a14b" else None,
-        randomised(init_vae(vae_config, key), seed + 4),
+        initialised(init_text_encoder, text_config, seed + 1),
+        initialised(init_transformer, architecture, seed + 2),
+        initialised(init_transformer, architecture, seed + 3) if kind == "a14b" else None,
+        initialised(init_vae, vae_config, seed + 4),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import randomised
+from models import initialised, randomised
 
 from wanjax.loading import load_transformer, save
 from wanjax.transformer import (
@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parent / "golden" / "transformer.npz"
 
 @pytest.fixture(scope="module")
 def weights():
-    return randomised(init_transformer(CONFIG, jax.random.key(0)), 0)
+    return initialised(init_transformer, CONFIG)
 
 
 @pytest.fixture(scope="module")
