@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": {"attention"},
     # files to models
     "checkpoint": {"names", "tensor_file"},
-    "presets": {"transformer"},
+    "presets": {"sampler", "transformer"},
     "loading": {"checkpoint", "presets", "sharding", "text_encoder", "transformer", "vae_config", "vae_model", "weights"},
     "convert": {"checkpoint", "loading", "tensor_file"},
     # prompt to video

@@ -29,10 +29,10 @@ class Timings:
     seconds: dict[str, float] = field(default_factory=dict)
     compiling: float = 0.0
 
-    def listen(self, event: str, seconds: float, **_: object) -> None:
+    def listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         """Add what JAX reports of tracing, lowering and compiling."""
         if event.startswith(_COMPILE_EVENTS):
-            self.compiling += seconds
+            self.compiling += duration_secs
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -297,6 +297,6 @@ def _config(component: _Component, opened: checkpoint.Checkpoint) -> Any:
 
 def _keep_compiled_programs() -> None:
     """Turn JAX's persistent compilation cache on, unless the user has said anything about it."""
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wanjax" / "programs"
         jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from wanjax.sampler import Grid
 from wanjax.transformer import T2V_1_3B, T2V_14B, T2V_A14B, TI2V_5B, TransformerConfig
 
 Solver = Literal["unipc", "euler", "dpm"]
@@ -41,7 +42,7 @@ class Preset:
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
     solver: Solver = "unipc"
-    grid: str = "diffusers"
+    grid: Grid = "diffusers"
     negative_prompt: str = OFFICIAL_NEGATIVE_PROMPT
 
     def to_json(self) -> dict[str, Any]:

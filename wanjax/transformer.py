@@ -56,7 +56,8 @@ class TransformerConfig:
         if config.get("qk_norm", "rms_norm_across_heads") != "rms_norm_across_heads" or not config.get("cross_attn_norm", True):
             raise ValueError("only qk_norm rms_norm_across_heads with cross_attn_norm is implemented, which every Wan checkpoint has.")
         known = {field.name for field in fields(cls)}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in known})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in known}
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """The config.json that diffusers loads."""
@@ -78,7 +79,7 @@ class TransformerConfig:
         Heads are taken to be 128 wide, as in every Wan. ValueError where the tensors are of no Wan transformer.
         """
         try:
-            width, channels, *patch = shapes["patch_embedding.weight"]
+            width, channels, pt, ph, pw = shapes["patch_embedding.weight"]
             out, text = shapes["proj_out.weight"][0], shapes["condition_embedder.text_embedder.linear_1.weight"][1]
             freq, ffn = shapes["condition_embedder.time_embedder.linear_1.weight"][1], shapes["blocks.0.ffn.net.0.proj.weight"][0]
         except KeyError as error:
@@ -87,11 +88,11 @@ class TransformerConfig:
             raise ValueError(f"this checkpoint has {extra}: image, VACE and Animate checkpoints are not supported yet.")
         layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
         return cls(
-            patch_size=tuple(patch),
+            patch_size=(pt, ph, pw),
             num_attention_heads=max(width // 128, 1),
             attention_head_dim=min(width, 128),
             in_channels=channels,
-            out_channels=out // int(np.prod(patch)),
+            out_channels=out // (pt * ph * pw),
             text_dim=text,
             freq_dim=freq,
             ffn_dim=ffn,
@@ -111,7 +112,7 @@ class Rotary(Linear):
     where the file interleaves them: rotating halves moves no data between neighbours."""
 
     weight: Float[Array, "cin cout"] = stored("(n j pair) cin -> cin (n pair j)")
-    bias: Float[Array, " cout"] = stored("(n j pair) -> (n pair j)")
+    bias: Float[Array, " cout"] | None = stored("(n j pair) -> (n pair j)")
 
 
 class RotaryNorm(RMSNorm):
@@ -178,7 +179,6 @@ class PatchEmbedding(Linear):
     """A patch's values, channel first, to a token; a linear map stored as a convolution."""
 
     weight: Float[Array, "cin cout"] = stored("cout c pt ph pw -> (c pt ph pw) cout")
-    bias: Float[Array, " cout"]
 
 
 class Transformer(eqx.Module):
