@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "loading": {"checkpoint", "presets", "sharding", "text_encoder", "transformer", "vae_config", "vae_model", "weights"},
     "convert": {"checkpoint", "loading", "tensor_file"},
     # prompt to video
-    "pipeline": {"attention", "loading", "presets", "sampler", "sharding", "text_encoder", "transformer", "vae"},
+    "pipeline": {"loading", "presets", "sampler", "sharding", "text_encoder", "transformer", "vae"},
     "cli": {"convert", "pipeline", "presets", "video"},
     # programs looked at before they run
     "hlo": set(),

@@ -7,7 +7,7 @@ writes either in the layout that diffusers opens. Which dtype each weight has on
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from wanjax import checkpoint, text_encoder, transformer, weights
+from wanjax import checkpoint, sharding, text_encoder, transformer, weights
 from wanjax.presets import PRESETS, TINY, Preset, preset_for
 from wanjax.text_encoder import TextEncoder, TextEncoderConfig, init_text_encoder
 from wanjax.transformer import Transformer, TransformerConfig, init_transformer
@@ -164,8 +164,6 @@ def _load(component: _Component, source: str | Path, subfolder: str | None, dtyp
     template = jax.eval_shape(lambda: component.init(config, jax.random.key(0)))
     place = None
     if mesh is not None:
-        from wanjax import sharding
-
         place = partial(sharding.weight_sharding, mesh)
     return weights.fill(
         template,
@@ -174,6 +172,26 @@ def _load(component: _Component, source: str | Path, subfolder: str | None, dtyp
         dtype=lambda name: jnp.float32 if component.keep_float32(name) else dtype,
         place=place,
         what=opened.where,
+    )
+
+
+def on_mesh(wan: Wan, mesh: Mesh) -> Wan:
+    """The same model with every weight where `sharding.RULES` say; to load it there in the first place takes less memory."""
+
+    def moved(component: _Component, module: Any) -> Any:
+        if module is None:
+            return None
+        leaves = weights.entries(module, component.sizes(module.config))
+        places = [sharding.weight_sharding(mesh, entry.names[0], entry.leaf.shape) for entry in leaves]
+        return jax.device_put(module, jax.tree.unflatten(jax.tree.structure(module), places))
+
+    return replace(
+        wan,
+        text_encoder=moved(_TEXT_ENCODER, wan.text_encoder),
+        transformer=moved(_TRANSFORMER, wan.transformer),
+        transformer_2=moved(_TRANSFORMER, wan.transformer_2),
+        vae=moved(_VAE, wan.vae),
+        mesh=mesh,
     )
 
 

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, UInt8
 
 from wanjax import sampler, vae
-from wanjax.attention import Attend, attention
-from wanjax.loading import Wan
+from wanjax.loading import Wan, on_mesh
 from wanjax.presets import Solver
+from wanjax.sharding import Layout, replicated
 from wanjax.text_encoder import clean_prompt, embed_text, tokenize
 from wanjax.transformer import velocity
 
@@ -84,6 +85,7 @@ def generate(
     output_type: OutputType = "uint8",
     callback: Callback | None = None,
     one_branch_at_a_time: bool = False,
+    mesh: Mesh | None = None,
 ) -> UInt8[np.ndarray, "b f H W 3"] | Float32[np.ndarray, "b f H W 3"] | Float32[Array, "b c t h w"]:
     """Make a video of each prompt.
 
@@ -92,7 +94,8 @@ def generate(
     prompt; a video's noise depends on its seed and on which of `num_videos_per_prompt` it is, never on the batch.
     `latents` replaces that noise (standard normal, normalised latents). `callback(step, timestep, latents)` runs after
     every step and may return latents to go on with. `one_branch_at_a_time` asks for guidance's two branches one after
-    the other: slower, half the memory.
+    the other: slower, half the memory. `mesh` (`wanjax.sharding.make_mesh`) is the devices to use, by default those that the
+    model was loaded on; any mesh makes the same video.
 
     Returns "uint8" frames (b f H W 3), "float" ones in [0, 1], or the normalised "latent"s (b c t h w); videos of one
     prompt lie next to each other. Raises ValueError or TypeError, before anything is computed, for what does not fit the model.
@@ -114,6 +117,8 @@ def generate(
         seed=seed,
         num_videos_per_prompt=num_videos_per_prompt,
     )
+    if mesh is not None and mesh != wan.mesh:
+        wan = on_mesh(wan, mesh)
     text = embed_prompts(wan, request.prompts)
     negative = embed_prompts(wan, request.negative_prompts) if request.guided else None
     latents = denoise(wan, request, text, negative, latents=latents, callback=callback, one_branch_at_a_time=one_branch_at_a_time)
@@ -204,8 +209,8 @@ def embed_prompts(wan: Wan, prompts: Sequence[str]) -> Float[Array, "b 512 k"]:
     """
     rows = {}
     for prompt in dict.fromkeys(prompts):
-        ids, mask = tokenize(wan.tokenizer, [clean_prompt(prompt)])
-        rows[prompt] = _embed(ids, mask, wan.text_encoder)
+        ids, mask = _placed(wan, tokenize(wan.tokenizer, [clean_prompt(prompt)]))
+        rows[prompt] = _placed(wan, _embed(ids, mask, wan.text_encoder))
     return jnp.concatenate([rows[prompt] for prompt in prompts])
 
 
@@ -230,10 +235,11 @@ def denoise(
         )
     branches = [text] if negative is None else [text, negative]
     branches = [jnp.repeat(branch, request.num_videos_per_prompt, axis=0) for branch in branches]
-    steps, state = request.steps, sampler.init_state(jnp.asarray(latents, jnp.float32))
+    steps, state = request.steps, sampler.init_state(_placed(wan, jnp.asarray(latents, jnp.float32)))
+    layout = None if wan.mesh is None else Layout(wan.mesh)
     for i in range(len(steps)):
         expert = wan.transformer if wan.transformer_2 is None or steps.high_noise[i] else wan.transformer_2
-        state = _denoise_step(steps[i], state, expert, branches, attend=attention, together=not one_branch_at_a_time)
+        state = _denoise_step(steps[i], state, expert, branches, layout=layout, together=not one_branch_at_a_time)
         if callback is not None:
             moved = callback(i, float(steps.timestep[i]), state.latents)
             state = state if moved is None else replace(state, latents=moved)
@@ -256,13 +262,18 @@ def decode_frames(wan: Wan, latents: Float[Array, "c t h w"], output_type: Outpu
 _embed = jax.jit(embed_text)
 
 
-@partial(jax.jit, static_argnames=("attend", "together"))
+@partial(jax.jit, static_argnames=("layout", "together"))
 def _denoise_step(
-    step: sampler.Steps, state: sampler.State, weights: Any, branches: list[Array], *, attend: Attend, together: bool
+    step: sampler.Steps, state: sampler.State, weights: Any, branches: list[Array], *, layout: Layout | None, together: bool
 ) -> sampler.State:
     """One step of one expert; every number of it is data, so other guidance, shift or seed compile nothing."""
-    model = partial(velocity, attend=attend)
+    model = partial(velocity, layout=layout)
     return sampler.denoise_step(step, state, sampler.guided(model, [weights], branches, together=together))
+
+
+def _placed(wan: Wan, tree: Any) -> Any:
+    """Arrays whole on every device of the model's mesh, where it has one."""
+    return tree if wan.mesh is None else replicated(wan.mesh, tree)
 
 
 def _strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ lie stacked on a leading axis and are scanned, so compile time does not grow wit
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -192,6 +193,22 @@ class Transformer(eqx.Module):
     config: TransformerConfig = eqx.field(static=True)
 
 
+@runtime_checkable
+class Layout(Protocol):
+    """How rows of tokens and a block's weights lie on devices, and attention between them; `wanjax.sharding` has one."""
+
+    def rows(self, x: Array, axis: int, batch: int | None = None) -> Array:
+        """The same rows, spread along an axis of tokens that may be padded at its end, and one of videos."""
+        ...
+
+    def block(self, weights: Block) -> Block:
+        """The same weights as a device computes with them."""
+        ...
+
+    attend: Attend
+    cross_attend: Attend
+
+
 class Modulation(NamedTuple):
     """Scale and shift of a norm's output, and the gate of what is computed from it; float32, one a token or one a video."""
 
@@ -228,6 +245,7 @@ def velocity(
     attend: Attend = attention,
     cross_attend: Attend = attention,
     remat: Callable[..., bool] | bool = False,
+    layout: Layout | None = None,
 ) -> Float[Array, "b c_out t h w"]:
     """The flow velocity, noise - video, that the model sees in noisy latents.
 
@@ -235,7 +253,8 @@ def velocity(
     token (t-major, then rows, then columns). `text` is what `embed_text` returns, zero rows included: the model attends
     to all of them. Computes in the dtype of the weights, with time embedding, modulation, norms and rotation in float32,
     and returns that dtype. `attend` is the tokens' attention over themselves, `cross_attend` over the text. `remat`
-    recomputes each block in the backward pass: True for everything, or a `jax.checkpoint_policies` policy.
+    recomputes each block in the backward pass: True for everything, or a `jax.checkpoint_policies` policy. `layout` spreads
+    tokens and weights over devices (`wanjax.sharding.Layout`) and then says how they attend.
     Source: Wan (https://arxiv.org/abs/2503.20314); numbers as diffusers' WanTransformer3DModel.
     """
     check_inputs(latents, timestep, text, weights)
@@ -251,8 +270,16 @@ def velocity(
     modulation = rearrange(linear(silu(time), embedder.time_proj), "b s (six c) -> six b s c", six=6)
     text = two_layers(text, embedder.text_embedder, gelu)
     rope = rope_table(grid, config.attention_head_dim)
+    tokens = x.shape[1]
+    if layout is not None:
+        x, rope = layout.rows(x, 1, 0), Rope(*(layout.rows(table, 0) for table in rope))
+        time, modulation = (y if y.shape[-2] == 1 else layout.rows(y, y.ndim - 2, y.ndim - 3) for y in (time, modulation))
+        attend, cross_attend = layout.attend, layout.cross_attend
+    if x.shape[1] > tokens:
+        attend = partial(attend, valid=tokens)
 
     def step(x: Float[Array, "b s c"], block: Block) -> tuple[Float[Array, "b s c"], None]:
+        block = block if layout is None else layout.block(block)
         return apply_block(x, block, text, modulation, rope, config, attend, cross_attend), None
 
     if remat:
@@ -261,7 +288,7 @@ def velocity(
     shift, scale = (row + time.astype(jnp.float32) for row in weights.scale_shift_table)
     x = linear((layer_norm(x, config.eps) * (1 + scale) + shift).astype(dtype), weights.proj_out)
     t, h, w = grid
-    return rearrange(x, "b (t h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=t, h=h, w=w, pt=pt, ph=ph, pw=pw)
+    return rearrange(x[:, :tokens], "b (t h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=t, h=h, w=w, pt=pt, ph=ph, pw=pw)
 
 
 def apply_block(

@@ -1,0 +1,208 @@
+"""Many devices: the mesh, where each weight lies, and attention between devices. The only module that knows a mesh.
+
+A mesh has four axes of any size: `data` (videos, and guidance's two branches), `fsdp` (weights stored in parts, gathered
+a layer at a time), `context` (tokens) and `tensor` (heads and feed-forward channels). Everything but attention is left to
+the compiler, which follows the layouts said here; attention across `context` is written out, and exact for any number of
+tokens, heads and devices.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
+
+from wanjax.attention import attention, finish, merge, nothing, partial_attention
+
+AXES = ("data", "fsdp", "context", "tensor")
+Tree = TypeVar("Tree")
+
+
+def make_mesh(*, data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
+    """A mesh over `devices` (default: all there are), neighbours along the last axes; one size may be -1, for whatever remains.
+
+    ValueError unless the sizes multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = dict(zip(AXES, (data, fsdp, context, tensor), strict=True))
+    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    free = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"mesh sizes are at least 1, and one may be -1 (whatever remains); got {said}.")
+    if free and len(devices) % known == 0:
+        sizes[free[0]] = len(devices) // known
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(f"a mesh has as many places as devices, {len(devices)} here; got {said}: make one of them -1 to fill up.")
+    return Mesh(np.array(devices, dtype=object).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+# --- weights ---
+
+# Stored in parts over both: a device that has only some of the tokens still needs whole layers, but one at a time.
+PARTS = ("fsdp", "context")
+_INTO, _OUT_OF = (PARTS, "tensor"), ("tensor", PARTS)
+
+# Weight names to the mesh axes of their last dimensions; the first rule that matches holds. Linear maps are (in, out).
+RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    # transformer
+    (r"attn[12]\.to_[qkv]\.weight|ffn\.net\.0\.proj\.weight", _INTO),
+    (r"attn[12]\.to_[qkv]\.bias|attn[12]\.norm_[qk]\.weight|ffn\.net\.0\.proj\.bias", ("tensor",)),
+    (r"attn[12]\.to_out\.0\.weight|ffn\.net\.2\.weight", _OUT_OF),
+    (r"attn[12]\.to_out\.0\.bias|ffn\.net\.2\.bias|norm2\.|scale_shift_table", ()),
+    (r"condition_embedder\..*\.weight|time_proj\.weight|proj_out\.weight", _INTO),
+    (r"condition_embedder\..*\.bias|proj_out\.bias|patch_embedding\.", ()),
+    # UMT5
+    (r"SelfAttention\.[qkv]\.weight|DenseReluDense\.wi_[01]\.weight", _INTO),
+    (r"SelfAttention\.o\.weight|DenseReluDense\.wo\.weight", _OUT_OF),
+    (r"relative_attention_bias\.weight", (None, "tensor")),
+    (r"shared\.weight", (None, (*PARTS, "tensor"))),
+    (r"layer_norm\.weight", ()),
+    # VAE: small, and every device decodes a part of the picture with all of it
+    (r"^(post_)?quant_conv\.|^(encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|down_blocks|up_blocks)\.", ()),
+)
+
+
+def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a weight lies: `name` as in the checkpoint, `shape` as in the module. ValueError for a name that no rule knows.
+
+    An axis that does not divide its dimension is left out: that dimension is then whole on every device along it.
+    """
+    axes = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+    if axes is None:
+        raise ValueError(f"no rule says where weight {name} of shape {shape} lies: add one to RULES.")
+    spec = [_dividing(mesh, size, axis) for size, axis in zip(shape[len(shape) - len(axes) :], axes, strict=True)]
+    return NamedSharding(mesh, P(*(None,) * (len(shape) - len(axes)), *spec))
+
+
+def _dividing(mesh: Mesh, size: int, axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Those of the axes, from the first on, whose product divides the size."""
+    chosen: list[str] = []
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        if mesh.shape[axis] > 1 and size % (mesh.shape[axis] * math.prod(mesh.shape[a] for a in chosen)) == 0:
+            chosen.append(axis)
+    return tuple(chosen) or None
+
+
+def replicated(mesh: Mesh, tree: Tree) -> Tree:
+    """The arrays whole on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+# --- tokens ---
+
+
+class Way(NamedTuple):
+    """How attention crosses `context`: groups of `heads` devices trade tokens for heads, `ring` groups pass keys around."""
+
+    heads: int
+    ring: int
+    why: str
+
+
+def choose_way(devices: int, heads: int, kind: str = "auto") -> Way:
+    """The way for so many devices on `context` and heads on each: "ring", "ulysses", "2d" (which "auto" takes), by what divides.
+
+    Trading heads moves each of q, k, v and the output once, whatever the number of devices; a ring moves k and v once a device.
+    So as many devices trade heads as the heads divide into, and the rest form rings. ValueError where "ulysses" cannot be.
+    """
+    if kind not in ("auto", "2d", "ring", "ulysses"):
+        raise ValueError(f'attention across devices is "auto", "ring", "ulysses" or "2d"; got {kind!r}.')
+    if kind == "ulysses" and heads % devices:
+        raise ValueError(f'"ulysses" gives each of {devices} devices whole heads, and {heads} heads do not divide: use "auto" or "ring".')
+    trading = 1 if kind == "ring" else math.gcd(devices, heads)
+    why = f"{heads} heads on {devices} devices: {trading} of them trade tokens for heads, in rings of {devices // trading}"
+    return Way(trading, devices // trading, why)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a transformer's rows and blocks lie on a mesh, and its attention between them; hashable, so it may be a static argument.
+
+    Hand it to `velocity(layout=)`. `kind` is one of `choose_way`'s.
+    """
+
+    mesh: Mesh
+    kind: str = "auto"
+
+    def rows(self, x: Shaped[Array, "..."], axis: int, batch: int | None = None) -> Shaped[Array, "..."]:
+        """Spread an axis of tokens over `context`, padded at its end to divide, and an axis of videos over `data` and `fsdp`."""
+        context = self.mesh.shape["context"]
+        if missing := -x.shape[axis] % context:
+            x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+        spec: list[Any] = [None] * x.ndim
+        spec[axis] = "context"
+        if batch is not None:
+            spec[batch] = self._videos(x.shape[batch])
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+    def block(self, weights: Tree) -> Tree:
+        """One layer's weights as it computes with them: gathered from their parts, heads and channels still on `tensor`."""
+        return jax.tree_util.tree_map_with_path(self._gathered, weights)
+
+    def _gathered(self, path: tuple[Any, ...], leaf: Array) -> Array:
+        name = jax.tree_util.keystr(path)
+        spec: list[Any] = [None] * leaf.ndim
+        if re.search(r"to_[qkv]\.|norm_[qk]\.|\.up\.", name):
+            spec[-1] = _dividing(self.mesh, leaf.shape[-1], "tensor")
+        elif re.search(r"(to_out|down)\.weight", name):
+            spec[0] = _dividing(self.mesh, leaf.shape[0], "tensor")
+        return lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, P(*spec)))
+
+    def _videos(self, batch: int) -> tuple[str, ...] | None:
+        return _dividing(self.mesh, batch, ("data", "fsdp"))
+
+    def attend(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: int | None = None
+    ) -> Float[Array, "b s n d"]:
+        """Attention of all tokens over all tokens, each device starting from and ending with its own."""
+        videos, heads = self._videos(q.shape[0]), _dividing(self.mesh, q.shape[2], "tensor")
+        here = q.shape[2] // (self.mesh.shape["tensor"] if heads else 1)
+        way = choose_way(self.mesh.shape["context"], here, self.kind)
+        spec = P(videos, "context", heads, None)
+        local = lambda q, k, v: _attend_across(q, k, v, way, valid)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+
+    def cross_attend(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: int | None = None
+    ) -> Float[Array, "b s n d"]:
+        """Attention of each device's tokens over the text, which every device has whole."""
+        videos, heads = self._videos(q.shape[0]), _dividing(self.mesh, q.shape[2], "tensor")
+        tokens, text = P(videos, "context", heads, None), P(videos, None, heads, None)
+        return jax.shard_map(attention, mesh=self.mesh, in_specs=(tokens, text, text), out_specs=tokens, check_vma=False)(q, k, v)
+
+
+def _attend_across(
+    q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], way: Way, valid: int | None
+) -> Float[Array, "b s n d"]:
+    """Attention over the tokens of all devices on `context`, inside a `shard_map`; this device holds those of its place in order."""
+    groups = [[ring * way.heads + i for i in range(way.heads)] for ring in range(way.ring)]
+    if way.heads > 1:
+        trade = lambda x: lax.all_to_all(x, "context", 2, 1, axis_index_groups=groups, tiled=True)
+        q, k, v = trade(q), trade(k), trade(v)
+    out = _ring(q, k, v, way, valid) if way.ring > 1 else attention(q, k, v, valid)
+    return lax.all_to_all(out, "context", 1, 2, axis_index_groups=groups, tiled=True) if way.heads > 1 else out
+
+
+def _ring(
+    q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], way: Way, valid: int | None
+) -> Float[Array, "b s n d"]:
+    """Keys and values go around the ring, ring - 1 hops; each hop is under way while the keys at hand are attended to."""
+    length, place = k.shape[1], lax.axis_index("context") // way.heads
+    onward = [(i, (i + way.heads) % (way.heads * way.ring)) for i in range(way.heads * way.ring)]
+    total = nothing(q)
+    for hop in range(way.ring):
+        last = hop == way.ring - 1
+        coming = (k, v) if last else lax.ppermute((k, v), "context", onward)
+        owner = (place - hop) % way.ring
+        counted = None if valid is None else valid - owner * length
+        total = merge(total, partial_attention(q, k, v, counted))
+        k, v = coming
+    return finish(total, q.dtype)
