@@ -39,7 +39,7 @@ def exact(given):
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["usual", "large logits"])
-@pytest.mark.parametrize(("s", "l", "queries", "keys"), [(37, 37, 8, 16), (16, 48, 16, 16), (33, 9, 32, 1)])
+@pytest.mark.parametrize(("s", "l", "queries", "keys"), [(37, 37, 8, 16), (16, 48, 16, 16), (33, 9, 32, 4)])
 def test_blocks_change_nothing(s, l, queries, keys, scale):
     """Large logits amplify the rounding of every score, so there the measure is plain attention's own distance from float64."""
     given = drawn(s, l, scale=scale)
