@@ -207,7 +207,7 @@ def pixel_loss(predicted: Float[Array, "b c f h w"], video: Float[Array, "b c f 
     window, ones = (1, 1, 1, 5, 5), (1, 1, 1, 1, 1)
     high = jax.lax.reduce_window(video, -jnp.inf, jax.lax.max, window, ones, "SAME")
     low = jax.lax.reduce_window(video, jnp.inf, jax.lax.min, window, ones, "SAME")
-    weight = 1 + 6 * (jnp.max(high - low, axis=1, keepdims=True) > 0.2)
+    weight = jnp.where(jnp.max(high - low, axis=1, keepdims=True) > 0.2, 7.0, 1.0)
     weight = weight / jnp.mean(weight)
     error = jnp.abs(predicted - video)
     return jnp.mean(weight * error) + 2 * jnp.mean(weight * error**2)
@@ -360,7 +360,7 @@ QUICK = Plan(
     teacher_latents=64,
     encoded_latents=16,
     batch=8,
-    steps=20,
+    steps=60,
 )
 
 

@@ -215,5 +215,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def command() -> None:
+    """Run the command and end the process."""
+    status = main()
+    if status == 130:
+        # A computation may still be under way, and the interpreter's own end crashes beside it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
