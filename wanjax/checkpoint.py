@@ -8,8 +8,9 @@ become diffusers' when a file is opened. What is written appears under its name 
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,15 +40,17 @@ def open_checkpoint(path_or_repo: PathOrRepo, subfolder: str | None = None) -> C
 
     Reads headers alone. ValueError, naming the file, where something is missing, damaged, or points outside the folder.
     """
-    patterns = [f"{subfolder}/*" if subfolder else "*"]
-    path = _local(path_or_repo, [pattern + end for pattern in patterns for end in (".safetensors", INDEX, "config.json")])
+    prefix = f"{subfolder}/" if subfolder else ""
+    path = _local(path_or_repo, [prefix + name for name in ("*.safetensors", f"*{INDEX}", "config.json")])
     if path.is_file():
-        return Checkpoint({}, _by_diffusers_names(_read_file(path)), str(path))
+        if subfolder is not None:
+            raise ValueError(f"{path} is a file and has no folder {subfolder}.")
+        return Checkpoint({}, _by_diffusers_names(_read_file(path), str(path)), str(path))
     folder = path / subfolder if subfolder else path
     if not folder.is_dir():
         raise ValueError(f"{path_or_repo} has no folder {subfolder}; it has {_listing(path)}.")
-    tensors = _by_diffusers_names(_read_folder(folder))
-    return Checkpoint(read_json(folder, "config.json", missing_ok=True), tensors, f"{folder}{os.sep}")
+    where = f"{folder}{os.sep}"
+    return Checkpoint(read_json(folder, "config.json", missing_ok=True), _by_diffusers_names(_read_folder(folder), where), where)
 
 
 def is_pipeline(path_or_repo: PathOrRepo) -> bool:
@@ -88,7 +91,7 @@ def write_json(path: PathOrRepo, content: Mapping[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _appearing([path]) as (temporary,):
-        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(_json_text(content), encoding="utf-8")
 
 
 def save_component(
@@ -103,8 +106,14 @@ def save_component(
 
     One file `stem`.safetensors, or several of at most `max_shard_size` bytes (a larger tensor has one alone) and their index.
     Every tensor keeps its dtype. Files appear when all of them are complete; those of an earlier save are gone then.
+    ValueError where the folder is a file, or holds other weights, beside which these would not be found again.
     """
     folder = Path(folder)
+    own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(stem + INDEX)}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give a folder, new or of an earlier save.")
+    if others := [path.name for path in _weight_files(folder) if not own.fullmatch(path.name)]:
+        raise ValueError(f"{folder} holds other weights ({', '.join(others[:8])}); give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Any]] = [{}]
     room = max_shard_size
@@ -117,36 +126,58 @@ def save_component(
         room -= size
     several = len(shards) > 1
     files = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{stem}.safetensors" for i in range(len(shards))]
-    with _appearing([folder / file for file in files]) as temporary:
-        for path, shard in zip(temporary, shards, strict=True):
-            tensor_file.write(path, shard)
+    written: dict[str, Mapping[str, Any]] = {"config.json": config}
     if several:
         index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(folder / f"{stem}{INDEX}", {"metadata": {"total_size": size}, "weight_map": index})
-    stale = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(stem + INDEX)}")
-    for path in folder.iterdir():
-        if stale.fullmatch(path.name) and path.name not in files and not (several and path.name.endswith(INDEX)):
+        written[f"{stem}{INDEX}"] = {"metadata": {"total_size": size}, "weight_map": index}
+    with _appearing([folder / file for file in [*files, *written]]) as temporary:
+        for path, shard in zip(temporary, shards, strict=False):
+            tensor_file.write(path, shard)
+        for path, content in zip(temporary[len(files) :], written.values(), strict=True):
+            path.write_text(_json_text(content), encoding="utf-8")
+    for path in _weight_files(folder):
+        if path.name not in files and path.name not in written:
             path.unlink()
-    write_json(folder / "config.json", config)
+
+
+def _json_text(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder and their indices; none where there is no folder. Hidden ones are still being written."""
+    found = [*folder.glob("*.safetensors"), *folder.glob(f"*{INDEX}")]
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 @contextmanager
 def _appearing(paths: list[Path]) -> Iterator[list[Path]]:
-    """Temporary paths beside `paths`, renamed to them when the block ends well and removed when it does not."""
+    """Temporary paths beside `paths`, renamed to them when the block ends well and removed when it does not.
+
+    OSError, naming the folder, where they cannot be written (a full disk, no permission).
+    """
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]
     try:
         yield temporary
         for part, path in zip(temporary, paths, strict=True):
             part.replace(path)
+    except OSError as error:
+        reason = f"{paths[0].parent} cannot be written ({error.strerror or error}); nothing is left of the attempt"
+        raise type(error)(f"{reason}.") from error
     finally:
         for part in temporary:
             part.unlink(missing_ok=True)
 
 
-def _by_diffusers_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _by_diffusers_names(stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
     """The tensors under the names that diffusers gives them, without those that no model uses."""
-    return {name: stored[original] for original, name in names.to_diffusers(stored).items()}
+    renamed = names.to_diffusers(stored)
+    if twice := [name for name, count in Counter(renamed.values()).items() if count > 1]:
+        more = ", ..." if len(twice) > 8 else ""
+        raise ValueError(f"{where} has {len(twice)} tensors under two names each: {', '.join(twice[:8])}{more}. Keep one of each.")
+    return {name: stored[original] for original, name in renamed.items()}
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
@@ -161,8 +192,9 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a component folder: those of its index's files, or of its only file."""
-    indices = sorted(folder.glob(f"*{INDEX}"))
-    files = sorted(folder.glob("*.safetensors"))
+    found = _weight_files(folder)
+    indices = [path for path in found if path.name.endswith(INDEX)]
+    files = [path for path in found if path not in indices]
     if len(indices) == 1:
         return _read_shards(folder, indices[0].name)
     if indices or len(files) != 1:
@@ -190,7 +222,9 @@ def _read_shards(folder: Path, index: str) -> dict[str, StoredTensor]:
 
 def _path(path_or_repo: PathOrRepo) -> Path | None:
     """The path, or None for a hub id: a string like `owner/name` that is no path here."""
-    path = Path(path_or_repo).expanduser()
+    path = Path(path_or_repo)
+    with suppress(RuntimeError):  # a `~name` of nobody stays as it is, and is not here
+        path = path.expanduser()
     if path.exists():
         return path
     if isinstance(path_or_repo, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path_or_repo):
@@ -205,7 +239,7 @@ def _local(path_or_repo: PathOrRepo, patterns: list[str]) -> Path:
         return path
     try:
         return Path(huggingface_hub.snapshot_download(str(path_or_repo), allow_patterns=patterns, ignore_patterns=["*.fp16*", "*.bf16*"]))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the hub's own, its HTTP client's, the system's: which one depends on the version
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"{path_or_repo} is neither a folder here nor to be had from the hub ({cause}): where there is a network, "

@@ -31,7 +31,7 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1
     ValueError unless the sizes multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dict(zip(AXES, (data, fsdp, context, tensor), strict=True))
+    sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
     said = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)

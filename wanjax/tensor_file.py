@@ -29,6 +29,9 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -103,16 +106,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     """The tensor that one entry of a header describes."""
+    corrupt = ValueError(f"{path} has a corrupt header (entry of {name}). Download or write it again.")
     try:
-        code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        well_formed = isinstance(code, str) and isinstance(shape, list)
+        well_formed = well_formed and all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} has a corrupt header (entry of {name}). Download or write it again.")
+        raise corrupt from None
+    if not well_formed:
+        raise corrupt
     if code not in DTYPES:
         raise ValueError(f"{path} stores {name} as {code}; known dtypes are {', '.join(DTYPES)}.")
-    tensor = StoredTensor(path, start + begin, DTYPES[code], shape)
+    tensor = StoredTensor(path, start + begin, DTYPES[code], tuple(shape))
     if tensor.nbytes != end - begin:
         raise ValueError(f"{path} has a corrupt header ({name}: {end - begin} bytes for {code} {list(shape)}). Download or write it again.")
     return tensor

@@ -49,13 +49,13 @@ class Posterior(NamedTuple):
 def normalize_latents(mean: Float[Array | np.ndarray, "b c t h w"], config: VAEConfig) -> Float[Array, "b c t h w"]:
     """Raw VAE latents to the diffusion model's scale, (mean - latents_mean) / latents_std per channel, in float32."""
     offset, scale = _statistics(config)
-    return (mean.astype(jnp.float32) - offset) / scale
+    return (jnp.asarray(mean, jnp.float32) - offset) / scale
 
 
 def denormalize_latents(z: Float[Array | np.ndarray, "b c t h w"], config: VAEConfig) -> Float[Array, "b c t h w"]:
     """The diffusion model's latents to raw VAE latents, z latents_std + latents_mean per channel, in float32."""
     offset, scale = _statistics(config)
-    return z.astype(jnp.float32) * scale + offset
+    return jnp.asarray(z, jnp.float32) * scale + offset
 
 
 def _statistics(config: VAEConfig) -> tuple[Float[Array, "c 1 1 1"], Float[Array, "c 1 1 1"]]:
