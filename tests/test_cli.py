@@ -62,7 +62,9 @@ def test_a_mistake_is_one_sentence_and_status_2(tmp_path, arguments, message):
 
 
 def test_interrupt_leaves_nothing_half_written(tmp_path):
-    command = [sys.executable, "-m", "wanjax.cli", "generate", PROMPT, "-o", "out.mp4", "--steps", "100000"]
+    # A shell's background jobs ignore the interrupt, and what they start does too unless it says otherwise.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from wanjax.cli import command; command()"
+    command = [sys.executable, "-c", heed, "generate", PROMPT, "-o", "out.mp4", "--steps", "100000"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     seen = ""
     while "denoise" not in seen:
@@ -73,6 +75,18 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_videos_on_a_mesh_of_devices(tmp_path):
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    options = ["--steps", "1", "--frames", "1", "-q"]
+    done = wanjax("generate", PROMPT, "-o", "out.mp4", "--mesh", "data=2,context=2", *options, cwd=tmp_path, env=flags)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.mp4").exists()
+    done = wanjax("generate", PROMPT, "--mesh", "context=3", cwd=tmp_path, env=flags)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "as many places as devices, 4 here" in done.stderr
+    assert "of data, fsdp, context, tensor" in wanjax("generate", PROMPT, "--mesh", "rows=3", cwd=tmp_path).stderr
 
 
 def test_info_prints_components_and_preset(tmp_path):

@@ -1,6 +1,8 @@
 """Whole models to folders and back: identity, dtypes, presets, and what is said when a folder does not fit."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -10,8 +12,10 @@ import pytest
 from models import small_vae, small_wan
 
 import wanjax
+from wanjax.checkpoint import save_component
 from wanjax.presets import PRESETS, Preset, preset_for
-from wanjax.transformer import T2V_14B
+from wanjax.transformer import T2V_1_3B, T2V_14B, init_transformer, transformer_sizes
+from wanjax.weights import expected
 
 KINDS = ["2.1", "a14b", "5b"]
 
@@ -114,3 +118,30 @@ def test_public_checkpoints_are_known_by_architecture_and_experts():
 def test_an_unknown_entry_in_a_preset_is_an_error():
     with pytest.raises(ValueError, match="unknown entries shfit"):
         Preset.from_json({**PRESETS["tiny"].to_json(), "shfit": 3})
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from wanjax.loading import load_transformer
+jax.block_until_ready(jnp.zeros(3) + 1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+weights = jax.block_until_ready(load_transformer(sys.argv[1], dtype=sys.argv[2]))
+held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+print(peak() - before - held)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_little_beside_the_weights(tmp_path, dtype):
+    """At most 1.2 times the largest file over what ends up on the device, here a checkpoint of 200 MB in four files."""
+    config = replace(T2V_1_3B, num_attention_heads=4, ffn_dim=2048, num_layers=11, text_dim=512)
+    template = jax.eval_shape(lambda: init_transformer(config, jax.random.key(0)))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in expected(template, transformer_sizes(config)).items()}
+    save_component(tmp_path, tensors, config.to_json(), stem="diffusion_pytorch_model", max_shard_size=50_000_000)
+    files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert sum(files) > 180e6
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), dtype], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 1.2 * max(files)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import wanjax
 from wanjax import convert, pipeline, presets, video
+from wanjax.sharding import AXES, make_mesh
 
 _COMPILE_EVENTS = ("/jax/core/compile/", "/jax/compilation_cache/cache_retrieval_time")
 
@@ -67,7 +68,7 @@ def run_generate(args: argparse.Namespace) -> int:
     for path in paths:
         video.check_writable(path)
     with timings.stage("load"):
-        wan = wanjax.load(args.model, dtype=args.dtype)
+        wan = wanjax.load(args.model, dtype=args.dtype, mesh=make_mesh(**args.mesh) if args.mesh else None)
     height, width = args.size or (None, None)
     request = pipeline.make_request(
         wan,
@@ -130,6 +131,17 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Mesh axes and their sizes from data=2,context=4."""
+    try:
+        sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        sizes = {}
+    if not sizes or not set(sizes) <= set(AXES):
+        raise argparse.ArgumentTypeError(f"a mesh is axis=size,... of {', '.join(AXES)}; got {text!r}")
+    return sizes
+
+
 def _output_paths(output: Path, count: int) -> list[Path]:
     """One path a video: the one asked for, or name-0, name-1, ... for several."""
     return [output] if count == 1 else [output.with_stem(f"{output.stem}-{i}") for i in range(count)]
@@ -184,6 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--num-videos", type=int, default=1, help="videos of each prompt")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, else bfloat16)")
+    generate.add_argument("--mesh", type=mesh_sizes, metavar="data=2,context=4", help="devices to use (default: the first)")
     generate.add_argument("--fps", type=int, help="frames per second of the file (default: the preset's)")
     generate.add_argument("-q", "--quiet", action="store_true", help="no progress, no timings")
 

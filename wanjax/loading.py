@@ -175,24 +175,24 @@ def _load(component: _Component, source: str | Path, subfolder: str | None, dtyp
     )
 
 
+def shardings(module: VAE | Transformer | TextEncoder, mesh: Mesh) -> Any:
+    """Where each weight of a module (or of its shapes) lies on a mesh, as a tree like it."""
+    component = _component_of(module)
+    leaves = weights.entries(module, component.sizes(module.config))
+    places = [sharding.weight_sharding(mesh, entry.names[0], entry.leaf.shape) for entry in leaves]
+    return jax.tree.unflatten(jax.tree.structure(module), places)
+
+
 def on_mesh(wan: Wan, mesh: Mesh) -> Wan:
-    """The same model with every weight where `sharding.RULES` say; to load it there in the first place takes less memory."""
+    """The same model with every weight where `shardings` says; to load it there in the first place takes less memory."""
+    names = ("text_encoder", "transformer", "transformer_2", "vae")
+    parts = {name: getattr(wan, name) for name in names if getattr(wan, name) is not None}
+    return replace(wan, mesh=mesh, **{name: jax.device_put(part, shardings(part, mesh)) for name, part in parts.items()})
 
-    def moved(component: _Component, module: Any) -> Any:
-        if module is None:
-            return None
-        leaves = weights.entries(module, component.sizes(module.config))
-        places = [sharding.weight_sharding(mesh, entry.names[0], entry.leaf.shape) for entry in leaves]
-        return jax.device_put(module, jax.tree.unflatten(jax.tree.structure(module), places))
 
-    return replace(
-        wan,
-        text_encoder=moved(_TEXT_ENCODER, wan.text_encoder),
-        transformer=moved(_TRANSFORMER, wan.transformer),
-        transformer_2=moved(_TRANSFORMER, wan.transformer_2),
-        vae=moved(_VAE, wan.vae),
-        mesh=mesh,
-    )
+def _component_of(module: VAE | Transformer | TextEncoder) -> _Component:
+    """How this kind of module is stored."""
+    return next(component for component in (_VAE, _TRANSFORMER, _TEXT_ENCODER) if isinstance(module, component.module))
 
 
 def save(path: str | Path, model: Wan | VAE | Transformer | TextEncoder, *, dtype: DTypeLike | None = None) -> None:
@@ -202,7 +202,7 @@ def save(path: str | Path, model: Wan | VAE | Transformer | TextEncoder, *, dtyp
     """
     if isinstance(model, Wan):
         return _save_pipeline(Path(path), model, dtype)
-    component = next(c for c in (_VAE, _TRANSFORMER, _TEXT_ENCODER) if isinstance(model, c.module))
+    component = _component_of(model)
     tensors = weights.to_tensors(model, component.sizes(model.config))
     if dtype is not None:
         tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}

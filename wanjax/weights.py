@@ -127,14 +127,39 @@ def fill(
 
 
 def _read(entry: Entry, tensors: Mapping[str, Any], dtype: Any, place: Callable[[str, Shape], Sharding | None] | None) -> jax.Array:
-    """The array of one leaf."""
-    stored = [tensors[name] for name in entry.names]
-    layers = [entry.to_field(tensor if isinstance(tensor, jax.Array) else np.asarray(tensor)) for tensor in stored]
-    xp = jnp if isinstance(layers[0], jax.Array) else np
-    array = xp.stack(layers) if entry.stacked else layers[0]
-    array = array if dtype is None else array.astype(dtype)
-    sharding = None if place is None else place(entry.names[0], entry.leaf.shape)
-    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+    """The array of one leaf. From files no more is held on the host than the part that goes to one device, in its final dtype."""
+    shape, sharding = tuple(entry.leaf.shape), None if place is None else place(entry.names[0], entry.leaf.shape)
+    first = tensors[entry.names[0]]
+    if isinstance(first, jax.Array):
+        layers = [entry.to_field(tensors[name]) for name in entry.names]
+        array = jnp.stack(layers) if entry.stacked else layers[0]
+        array = array if dtype is None else array.astype(dtype)
+        return array if sharding is None else jax.device_put(array, sharding)
+    dtype = np.asarray(first).dtype if dtype is None else dtype
+    if sharding is None:
+        return jnp.asarray(_part(entry, tensors, dtype, tuple(slice(0, size) for size in shape)))
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        """Devices that hold the same part share one reading of it."""
+        if (key := str(index)) not in parts:
+            parts[key] = _part(entry, tensors, dtype, index)
+        return parts[key]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _part(entry: Entry, tensors: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a leaf, read layer by layer."""
+    if not entry.stacked:
+        return np.array(entry.to_field(np.asarray(tensors[entry.names[0]]))[index], dtype)
+    names, rest = entry.names[index[0]], index[1:]
+    read = lambda name: entry.to_field(np.asarray(tensors[name]))[rest]
+    head = read(names[0])
+    whole = np.empty((len(names), *head.shape), dtype)
+    for i, name in enumerate(names):
+        whole[i] = read(name) if i else head
+    return whole
 
 
 def _check_fit(leaves: list[Entry], tensors: Mapping[str, Any], what: str, model: str) -> None:
