@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +146,13 @@ def test_loading_holds_little_beside_the_weights(tmp_path, dtype):
     assert sum(files) > 180e6
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), dtype], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 1.2 * max(files)
+
+
+def test_tensors_that_are_not_finite_are_named_when_asked_for(tmp_path):
+    wan = small_wan("2.1")
+    broken = wan.transformer.blocks.ffn.up.weight.at[1, 0, 0].set(jnp.nan)
+    wan = replace(wan, transformer=eqx.tree_at(lambda w: w.blocks.ffn.up.weight, wan.transformer, broken))
+    wanjax.save(tmp_path, wan)
+    wanjax.load(tmp_path)
+    with pytest.raises(ValueError, match=r"transformer.* has NaNs or infinities in 1 tensors: blocks\.1\.ffn\.net\.0\.proj\.weight\."):
+        wanjax.load(tmp_path, check_finite=True)

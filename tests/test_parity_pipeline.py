@@ -13,6 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 from models import small_wan
 
 import wanjax
+from wanjax.loading import resolve
 
 pytestmark = pytest.mark.parity
 
@@ -64,3 +65,16 @@ def test_bfloat16_is_no_farther_from_float32_than_diffusers_is(tmp_path):
         errors.append([np.linalg.norm(latents - exact) / np.linalg.norm(exact) for latents in (ours, theirs)])
     ours, theirs = np.mean(errors, axis=0)
     assert 0 < ours <= theirs
+
+
+def test_the_model_that_comes_with_the_package_is_diffusers_too():
+    """WanPipeline opens the shipped folder, tokenizer and half-precision weights included, and makes the same latents."""
+    wan = wanjax.load("tiny")
+    pipeline = opened_by_diffusers(resolve("tiny"))
+    noise = np.random.default_rng(0).normal(size=(1, 16, 5, 8, 8)).astype(np.float32)
+    prompt = "a red circle moves left on a black background"
+    options = dict(height=64, width=64, num_frames=17, num_inference_steps=20, guidance_scale=1.0, output_type="latent")
+    with torch.no_grad():
+        theirs = pipeline([prompt], latents=torch.from_numpy(noise), **options).frames.numpy()
+    ours = np.asarray(wanjax.generate(wan, prompt, latents=noise, **options))
+    assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs)

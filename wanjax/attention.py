@@ -134,7 +134,7 @@ def _in_blocks(rows: Callable[[Array], Partial], q: Float[Array, "b s n d"], siz
     """A function of queries over blocks of them, then over what remains."""
     count = q.shape[1] // size
     blocks = rearrange(q[:, : count * size], "b (m s) n d -> m b s n d", m=count)
-    parts = [jax.tree.map(lambda x: rearrange(x, "m b s ... -> b (m s) ..."), lax.map(rows, blocks))]
+    parts = [jax.tree.map(lambda x: rearrange(x, "m b s ... -> b (m s) ..."), lax.map(jax.checkpoint(rows), blocks))]
     if q.shape[1] % size:
         parts.append(rows(q[:, count * size :]))
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)

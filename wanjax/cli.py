@@ -67,8 +67,9 @@ def run_generate(args: argparse.Namespace) -> int:
     paths = _output_paths(args.output, len(args.prompt) * args.num_videos)
     for path in paths:
         video.check_writable(path)
+    mesh = make_mesh(**args.mesh) if args.mesh else None
     with timings.stage("load"):
-        wan = wanjax.load(args.model, dtype=args.dtype, mesh=make_mesh(**args.mesh) if args.mesh else None)
+        wan = wanjax.load(args.model, dtype=args.dtype, mesh=mesh, check_finite=args.check_finite)
     height, width = args.size or (None, None)
     request = pipeline.make_request(
         wan,
@@ -197,6 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--num-videos", type=int, default=1, help="videos of each prompt")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, else bfloat16)")
     generate.add_argument("--mesh", type=mesh_sizes, metavar="data=2,context=4", help="devices to use (default: the first)")
+    generate.add_argument("--check-finite", action="store_true", help="look for NaNs and infinities in the weights")
     generate.add_argument("--fps", type=int, help="frames per second of the file (default: the preset's)")
     generate.add_argument("-q", "--quiet", action="store_true", help="no progress, no timings")
 

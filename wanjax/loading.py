@@ -84,13 +84,21 @@ _TEXT_ENCODER = _Component(
 )
 
 
-def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_dtype: Any = None, mesh: Mesh | None = None) -> Wan:
+def load(
+    path_or_repo_or_preset: str | Path = "tiny",
+    *,
+    dtype: Any = None,
+    vae_dtype: Any = None,
+    mesh: Mesh | None = None,
+    check_finite: bool = False,
+) -> Wan:
     """Everything that one checkpoint needs to make videos.
 
     A preset's name (`PRESETS`; "tiny" comes with the package), a folder in the diffusers layout, or a hub id. `dtype` is what
     transformer and text encoder compute in (default: float32 on CPU, else bfloat16; time embedding, modulation and
     norms stay float32), `vae_dtype` what the VAE does (default: bfloat16 on TPU, else float32; its weights are float32).
-    With a `mesh` every device reads its own slice of the weights. ValueError says what is missing or does not fit.
+    With a `mesh` every device reads its own slice of the weights. ValueError says what is missing or does not fit, and with
+    `check_finite` which tensors have NaNs or infinities.
     """
     _keep_compiled_programs()
     source = resolve(path_or_repo_or_preset)
@@ -98,15 +106,16 @@ def load(path_or_repo_or_preset: str | Path = "tiny", *, dtype: Any = None, vae_
     accelerated = jax.default_backend() != "cpu"
     dtype = jnp.dtype(dtype or (jnp.bfloat16 if accelerated else jnp.float32))
     vae_dtype = jnp.dtype(vae_dtype or (jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float32))
-    first = load_transformer(source, "transformer", dtype=dtype, mesh=mesh)
-    second = load_transformer(source, "transformer_2", dtype=dtype, mesh=mesh) if (index.get("transformer_2") or [None])[0] else None
+    options: dict[str, Any] = {"mesh": mesh, "check_finite": check_finite}
+    first = load_transformer(source, "transformer", dtype=dtype, **options)
+    second = load_transformer(source, "transformer_2", dtype=dtype, **options) if (index.get("transformer_2") or [None])[0] else None
     return Wan(
         preset_of(path_or_repo_or_preset),
         load_tokenizer(source),
-        load_text_encoder(source, "text_encoder", dtype=dtype, mesh=mesh),
+        load_text_encoder(source, "text_encoder", dtype=dtype, **options),
         first,
         second,
-        load_vae(source, "vae", mesh=mesh),
+        load_vae(source, "vae", **options),
         vae_dtype,
         mesh,
     )
@@ -119,12 +128,13 @@ def load_vae(
     mesh: Mesh | None = None,
     *,
     config: VAEConfig | None = None,
+    check_finite: bool = False,
 ) -> VAE:
     """The VAE of a component folder, a pipeline folder, a hub id or a single file, under diffusers' names or the original ones.
 
     `dtype` is that of the weights: float32 unless given, whatever the file has.
     """
-    return _load(_VAE, path_or_repo, subfolder, dtype or jnp.float32, mesh, config)
+    return _load(_VAE, path_or_repo, subfolder, dtype or jnp.float32, mesh, config, check_finite)
 
 
 def load_transformer(
@@ -134,12 +144,13 @@ def load_transformer(
     mesh: Mesh | None = None,
     *,
     config: TransformerConfig | None = None,
+    check_finite: bool = False,
 ) -> Transformer:
     """The diffusion transformer of a component folder, a pipeline folder, a hub id or a single file, under either names.
 
     `dtype` is that of the weights (default: as stored), except those that stay float32: time embedding, modulation tables, norms.
     """
-    return _load(_TRANSFORMER, path_or_repo, subfolder, dtype, mesh, config)
+    return _load(_TRANSFORMER, path_or_repo, subfolder, dtype, mesh, config, check_finite)
 
 
 def load_text_encoder(
@@ -149,12 +160,21 @@ def load_text_encoder(
     mesh: Mesh | None = None,
     *,
     config: TextEncoderConfig | None = None,
+    check_finite: bool = False,
 ) -> TextEncoder:
     """The UMT5 encoder of a component folder, a pipeline folder, a hub id or a single file, under either names."""
-    return _load(_TEXT_ENCODER, path_or_repo, subfolder, dtype, mesh, config)
+    return _load(_TEXT_ENCODER, path_or_repo, subfolder, dtype, mesh, config, check_finite)
 
 
-def _load(component: _Component, source: str | Path, subfolder: str | None, dtype: DTypeLike | None, mesh: Mesh | None, config: Any) -> Any:
+def _load(
+    component: _Component,
+    source: str | Path,
+    subfolder: str | None,
+    dtype: DTypeLike | None,
+    mesh: Mesh | None,
+    config: Any,
+    check_finite: bool,
+) -> Any:
     """Read one component, tensor by tensor, each straight to its place."""
     source = resolve(source)
     if subfolder is None and checkpoint.is_pipeline(source):
@@ -165,7 +185,7 @@ def _load(component: _Component, source: str | Path, subfolder: str | None, dtyp
     place = None
     if mesh is not None:
         place = partial(sharding.weight_sharding, mesh)
-    return weights.fill(
+    module = weights.fill(
         template,
         opened.tensors,
         component.sizes(config),
@@ -173,6 +193,10 @@ def _load(component: _Component, source: str | Path, subfolder: str | None, dtyp
         place=place,
         what=opened.where,
     )
+    if check_finite and (bad := weights.not_finite(module, component.sizes(config))):
+        more = ", ..." if len(bad) > 8 else ""
+        raise ValueError(f"{opened.where} has NaNs or infinities in {len(bad)} tensors: {', '.join(bad[:8])}{more}.")
+    return module
 
 
 def shardings(module: VAE | Transformer | TextEncoder, mesh: Mesh) -> Any:

@@ -9,6 +9,7 @@ tokens, heads and devices.
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -176,7 +177,8 @@ class Layout:
         """Attention of each device's tokens over the text, which every device has whole."""
         videos, heads = self._videos(q.shape[0]), _dividing(self.mesh, q.shape[2], "tensor")
         tokens, text = P(videos, "context", heads, None), P(videos, None, heads, None)
-        return jax.shard_map(attention, mesh=self.mesh, in_specs=(tokens, text, text), out_specs=tokens, check_vma=False)(q, k, v)
+        local = partial(attention, valid=valid)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=(tokens, text, text), out_specs=tokens, check_vma=False)(q, k, v)
 
 
 def _attend_across(

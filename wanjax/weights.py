@@ -178,6 +178,15 @@ def _check_fit(leaves: list[Entry], tensors: Mapping[str, Any], what: str, model
         raise ValueError(f"{what} does not fit {model}: {'; '.join(problems)}.")
 
 
+def not_finite(weights: Any, sizes: Sizes | None = None) -> list[str]:
+    """The names of the tensors that have a NaN or an infinity."""
+    found = []
+    for entry in entries(weights, sizes):
+        layers = entry.leaf.reshape(len(entry.names), -1)
+        found += [name for name, fine in zip(entry.names, np.asarray(jnp.isfinite(layers).all(1)), strict=True) if not fine]
+    return found
+
+
 def to_tensors(weights: Any, sizes: Sizes | None = None) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint, by name and in the file's layout: the inverse of `fill`."""
     return dict(_tensors(weights, sizes))
