@@ -189,6 +189,7 @@ def test_an_exception_keeps_the_file_of_before(tmp_path: Path, clip: np.ndarray)
 # The writer's file alone, without the package's other modules: the process starts in a fraction of a second.
 WRITE = """
 import importlib.util, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell would ignore
 import numpy as np
 spec = importlib.util.spec_from_file_location("video", {source!r})
 video = importlib.util.module_from_spec(spec)
