@@ -23,10 +23,12 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"weights"},
     "transformer": {"attention", "layers", "weights"},
     "text_encoder": {"layers", "weights"},
-    "vae_blocks": {"attention", "weights"},
-    "vae_model": {"attention", "vae_blocks", "vae_config"},
+    "vae_convs": {"weights"},
+    "vae_blocks": {"attention", "vae_convs", "weights"},
+    "vae_model": {"vae_blocks", "vae_config", "vae_convs"},
     "vae_inputs": {"vae_config", "vae_model", "weights"},
-    "vae": {"vae_blocks", "vae_config", "vae_inputs", "vae_model"},
+    "vae_passes": {"sharding", "vae_blocks", "vae_config", "vae_model"},
+    "vae": {"vae_blocks", "vae_config", "vae_convs", "vae_inputs", "vae_model", "vae_passes"},
     # meshes: the only module that knows one
     "sharding": {"attention"},
     # files to models

@@ -101,7 +101,7 @@ def run_generate(args: argparse.Namespace) -> int:
     for i, path in enumerate(paths):
         with _bar("decode", request.num_frames, args.quiet) as bar:
             with video.VideoWriter(path, args.fps or wan.preset.fps, metadata=_metadata(wan, request, i)) as writer:
-                frames = pipeline.decode_frames(wan, latents[i])
+                frames = pipeline.decode_frames(wan, latents[i], tile=args.tile)
                 while True:
                     with timings.stage("decode"):
                         chunk = next(frames, None)
@@ -197,6 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--num-videos", type=int, default=1, help="videos of each prompt")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, else bfloat16)")
+    generate.add_argument("--tile", type=int, metavar="PIXELS", help="decode in overlapping tiles of this size, in less memory")
     generate.add_argument("--mesh", type=mesh_sizes, metavar="data=2,context=4", help="devices to use (default: the first)")
     generate.add_argument("--check-finite", action="store_true", help="look for NaNs and infinities in the weights")
     generate.add_argument("--fps", type=int, help="frames per second of the file (default: the preset's)")

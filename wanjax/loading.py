@@ -60,27 +60,34 @@ class _Component:
 
 
 _VAE = _Component(
-    "vae", "diffusion_pytorch_model", VAE, VAEConfig.from_json, config_from_shapes, init_vae, lambda config: {}, lambda name: False
+    folder="vae",
+    stem="diffusion_pytorch_model",
+    module=VAE,
+    read_config=VAEConfig.from_json,
+    config_from_shapes=config_from_shapes,
+    init=init_vae,
+    sizes=lambda config: {},
+    keep_float32=lambda name: False,
 )
 _TRANSFORMER = _Component(
-    "transformer",
-    "diffusion_pytorch_model",
-    Transformer,
-    TransformerConfig.from_json,
-    TransformerConfig.from_shapes,
-    init_transformer,
-    transformer.transformer_sizes,
-    transformer.keep_float32,
+    folder="transformer",
+    stem="diffusion_pytorch_model",
+    module=Transformer,
+    read_config=TransformerConfig.from_json,
+    config_from_shapes=TransformerConfig.from_shapes,
+    init=init_transformer,
+    sizes=transformer.transformer_sizes,
+    keep_float32=transformer.keep_float32,
 )
 _TEXT_ENCODER = _Component(
-    "text_encoder",
-    "model",
-    TextEncoder,
-    TextEncoderConfig.from_json,
-    TextEncoderConfig.from_shapes,
-    init_text_encoder,
-    lambda config: {},
-    lambda name: False,
+    folder="text_encoder",
+    stem="model",
+    module=TextEncoder,
+    read_config=TextEncoderConfig.from_json,
+    config_from_shapes=TextEncoderConfig.from_shapes,
+    init=init_text_encoder,
+    sizes=lambda config: {},
+    keep_float32=lambda name: False,
 )
 
 

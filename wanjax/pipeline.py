@@ -85,6 +85,7 @@ def generate(
     output_type: OutputType = "uint8",
     callback: Callback | None = None,
     one_branch_at_a_time: bool = False,
+    tile: int | None = None,
     mesh: Mesh | None = None,
 ) -> UInt8[np.ndarray, "b f H W 3"] | Float32[np.ndarray, "b f H W 3"] | Float32[Array, "b c t h w"]:
     """Make a video of each prompt.
@@ -94,8 +95,8 @@ def generate(
     prompt; a video's noise depends on its seed and on which of `num_videos_per_prompt` it is, never on the batch.
     `latents` replaces that noise (standard normal, normalised latents). `callback(step, timestep, latents)` runs after
     every step and may return latents to go on with. `one_branch_at_a_time` asks for guidance's two branches one after
-    the other: slower, half the memory. `mesh` (`wanjax.sharding.make_mesh`) is the devices to use, by default those that the
-    model was loaded on; any mesh makes the same video.
+    the other: slower, half the memory. `tile` (pixels) decodes in tiles, as `decode` does. `mesh` (`wanjax.sharding.make_mesh`)
+    is the devices to use, by default those that the model was loaded on; any mesh makes the same video.
 
     Returns "uint8" frames (b f H W 3), "float" ones in [0, 1], or the normalised "latent"s (b c t h w); videos of one
     prompt lie next to each other. Raises ValueError or TypeError, before anything is computed, for what does not fit the model.
@@ -124,7 +125,7 @@ def generate(
     latents = denoise(wan, request, text, negative, latents=latents, callback=callback, one_branch_at_a_time=one_branch_at_a_time)
     if output_type == "latent":
         return latents
-    videos = [np.concatenate(list(decode_frames(wan, latents[i], output_type))) for i in range(len(latents))]
+    videos = [np.concatenate(list(decode_frames(wan, latents[i], output_type, tile=tile))) for i in range(len(latents))]
     return np.stack(videos)
 
 
@@ -246,13 +247,15 @@ def denoise(
     return state.latents
 
 
-def decode_frames(wan: Wan, latents: Float[Array, "c t h w"], output_type: OutputType = "uint8") -> Iterator[np.ndarray]:
+def decode_frames(
+    wan: Wan, latents: Float[Array, "c t h w"], output_type: OutputType = "uint8", *, tile: int | None = None
+) -> Iterator[np.ndarray]:
     """Normalised latents of one video to its frames (f H W 3), in the order and as soon as they are made: first one, then four at a time.
 
     "uint8" or "float" in [0, 1]. While one chunk is on its way to the host the next one is computed.
     """
     z = vae.denormalize_latents(latents[None], wan.vae.config)
-    for frames in vae.decode_stream(z, wan.vae, wan.vae_dtype, uint8=output_type == "uint8"):
+    for frames in vae.decode_stream(z, wan.vae, wan.vae_dtype, uint8=output_type == "uint8", tile=tile, mesh=wan.mesh):
         if output_type == "uint8":
             yield np.asarray(frames[0])
         else:

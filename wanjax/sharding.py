@@ -208,3 +208,83 @@ def _ring(
         total = merge(total, partial_attention(q, k, v, counted))
         k, v = coming
     return finish(total, q.dtype)
+
+
+# --- pictures ---
+
+
+@dataclass(frozen=True)
+class PictureSplit:
+    """How the frames of a batch of videos lie on a mesh: chosen once, from the latents, and held through all sizes above them.
+
+    `mesh` has the same devices as the one it was made from, on axes `videos`, `rows` and `columns`; `height` and `width`
+    are of the latents, and where they do not divide, the last devices hold rows or columns beyond the picture, kept at zero.
+    """
+
+    mesh: Mesh
+    height: int
+    width: int
+
+    def padded(self, x: Shaped[Array, "..."], unit: int = 1) -> Shaped[Array, "..."]:
+        """Frames with heights and widths on the last two axes, `unit` for each latent, padded so that they divide."""
+        missing = (-self.height % self.mesh.shape["rows"] * unit, -self.width % self.mesh.shape["columns"] * unit)
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, size) for size in missing]) if any(missing) else x
+
+    def extend(self, x: Float[Array, "b t h w c"], rows: tuple[int, int], columns: tuple[int, int]) -> Float[Array, "b t h2 w2 c"]:
+        """This device's part with its neighbours' rows and columns around it, zeros beyond the picture; inside `shard_map`."""
+        for axis, name, size, sides in ((2, "rows", self.height, rows), (3, "columns", self.width, columns)):
+            x = self._within(x, axis, name, size)
+            parts = self.mesh.shape[name]
+            if parts == 1:
+                x = jnp.pad(x, [sides if i == axis else (0, 0) for i in range(x.ndim)])
+                continue
+            # A device that nobody sends to receives zeros, which is what lies beyond the picture.
+            before = lax.slice_in_dim(x, x.shape[axis] - sides[0], None, axis=axis)
+            after = lax.slice_in_dim(x, 0, sides[1], axis=axis)
+            if sides[0]:
+                before = lax.ppermute(before, name, [(i, i + 1) for i in range(parts - 1)])
+            if sides[1]:
+                after = lax.ppermute(after, name, [(i + 1, i) for i in range(parts - 1)])
+            x = jnp.concatenate([before, x, after], axis=axis)
+        return x
+
+    def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
+        """The whole frames, of the latents' size; inside `shard_map`."""
+        for axis, name, size in ((2, "rows", self.height), (3, "columns", self.width)):
+            if self.mesh.shape[name] > 1:
+                x = lax.slice_in_dim(lax.all_gather(x, name, axis=axis, tiled=True), 0, size, axis=axis)
+        return x
+
+    def _within(self, x: Float[Array, "b t h w c"], axis: int, name: str, size: int) -> Float[Array, "b t h w c"]:
+        """Zero where a part reaches beyond the picture."""
+        parts = self.mesh.shape[name]
+        if size % parts == 0:
+            return x
+        here, latents = x.shape[axis], -(-size // parts)
+        places = lax.axis_index(name) * here + jnp.arange(here)
+        inside = places < size * here // latents
+        return jnp.where(jnp.expand_dims(inside, [i for i in range(x.ndim) if i != axis]), x, 0)
+
+
+def split_picture(mesh: Mesh, batch: int, height: int, width: int) -> PictureSplit:
+    """Where a batch of latents lies: videos on as many devices as divide, then the width, else the height, else both, else padded.
+
+    All axes of the mesh are used. Both together are cut as evenly as divides; where nothing divides, so that the fewest rows
+    and columns are added.
+    """
+    videos = math.gcd(batch, mesh.size)
+    rows, columns = choose_cut(mesh.size // videos, height, width)
+    devices = mesh.devices.reshape(videos, rows, columns)
+    return PictureSplit(Mesh(devices, ("videos", "rows", "columns"), axis_types=(AxisType.Auto,) * 3), height, width)
+
+
+def choose_cut(devices: int, height: int, width: int) -> tuple[int, int]:
+    """How many devices share the rows, and how many the columns, of a picture."""
+    cuts = [(devices // columns, columns) for columns in range(devices, 0, -1) if devices % columns == 0]
+    exact = [(rows, columns) for rows, columns in cuts if height % rows == 0 and width % columns == 0]
+    alone = [cut for cut in exact if 1 in cut]
+    if alone:
+        return next((cut for cut in alone if cut[0] == 1), alone[0])
+    if exact:
+        return min(exact, key=lambda cut: height // cut[0] + width // cut[1])
+    return min(cuts, key=lambda cut: -(-height // cut[0]) * -(-width // cut[1]))

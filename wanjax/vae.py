@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from wanjax.vae_blocks import Cache, causal_conv
+from wanjax.vae_blocks import Cache
 from wanjax.vae_config import VAE_2_1, VAE_2_2, VAEConfig
-from wanjax.vae_inputs import Weights, as_vae, check_chunk, check_frames, check_latents, check_video
-from wanjax.vae_model import VAE, decode_chunk, encode_chunk, init_vae
+from wanjax.vae_convs import causal_conv
+from wanjax.vae_inputs import Weights, as_vae, check_frames, check_latents, check_video
+from wanjax.vae_model import VAE, init_vae
+from wanjax.vae_passes import Passes, choose_passes, decoder_step, encoder_step, in_chunks, on_devices
 
 __all__ = [
     "VAE",
@@ -65,31 +68,52 @@ def _statistics(config: VAEConfig) -> tuple[Float[Array, "c 1 1 1"], Float[Array
 
 
 def decode(
-    z: Float[Array | np.ndarray, "b c t h w"], weights: Weights, dtype: DTypeLike = jnp.float32, *, chunk: int = 1
+    z: Float[Array | np.ndarray, "b c t h w"],
+    weights: Weights,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    chunk: int | None = None,
+    tile: int | None = None,
+    remat: bool = False,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "b 3 4*t-3 H W"]:
     """Latents to video.
 
     `z` are raw VAE latents (`denormalize_latents` makes them from the diffusion model's). The video is in [-1, 1], of
     `dtype`, in which everything but statistics is computed. `weights` are a VAE or its tensors by checkpoint name.
-    `chunk` latent frames go through at a time: more is faster and takes more memory; at t - 1 or more nothing is scanned,
-    the form to train with on CPU. Raises ValueError or TypeError for latents that are not this VAE's.
+    Raises ValueError or TypeError for latents that are not this VAE's.
+
+    None of the rest changes what is computed, but for `tile`, and rounding. `chunk` latent frames go through at a time (by
+    default few of large pictures, many of small ones): more is faster and takes more memory. `tile` is a number of pixels:
+    pictures larger than that go through in overlapping tiles of that size, which are blended, for a picture of any size in
+    the memory of a tile. `remat` computes each chunk again in the backward pass, for gradients in less memory. `mesh` (of
+    `wanjax.sharding.make_mesh`) cuts videos and pictures into a part for each of its devices.
     """
     vae = as_vae(weights)
     check_latents(z, vae)
-    check_chunk(chunk)
-    return _decode(jnp.asarray(z), vae, dtype, chunk)
+    passes = choose_passes(vae.config, z.shape, chunk=chunk, tile=tile, remat=remat, mesh=mesh)
+    return _decode(jnp.asarray(z), vae, dtype, passes)
 
 
-def encode(video: Float[Array | np.ndarray, "b c f H W"], weights: Weights, dtype: DTypeLike = jnp.float32, *, chunk: int = 1) -> Posterior:
+def encode(
+    video: Float[Array | np.ndarray, "b c f H W"],
+    weights: Weights,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    chunk: int | None = None,
+    tile: int | None = None,
+    remat: bool = False,
+    mesh: Mesh | None = None,
+) -> Posterior:
     """Video to the posterior over its raw VAE latents, whose mean is what pipelines use.
 
     `video` is in [-1, 1], of 4 n + 1 frames, height and width multiples of the config's `stride`. See `decode` for
-    `weights`, `dtype`, `chunk` and errors.
+    `weights`, `dtype` and the rest.
     """
     vae = as_vae(weights)
     check_video(video, vae)
-    check_chunk(chunk)
-    return _encode(jnp.asarray(video), vae, dtype, chunk)
+    passes = choose_passes(vae.config, _latent_shape(video, vae), chunk=chunk, tile=tile, remat=remat, mesh=mesh)
+    return _encode(jnp.asarray(video), vae, dtype, passes)
 
 
 def decode_stream(
@@ -99,6 +123,8 @@ def decode_stream(
     *,
     uint8: bool = False,
     chunk: int = 1,
+    tile: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[Array]:
     """`decode`, in parts as they are made (`b 3 f H W`): one frame first, then four for each of `chunk` latent frames.
 
@@ -108,12 +134,18 @@ def decode_stream(
     """
     vae = as_vae(weights)
     check_latents(z, vae)
-    check_chunk(chunk)
-    return _one_ahead(_decode_parts(jnp.asarray(z), _cast(vae, dtype), chunk, uint8))
+    passes = choose_passes(vae.config, z.shape, chunk=chunk, tile=tile, mesh=mesh)
+    return _one_ahead(_decode_parts(jnp.asarray(z), _cast(vae, dtype), passes, uint8))
 
 
 def encode_stream(
-    frames: Iterable[Array | np.ndarray], weights: Weights, dtype: DTypeLike = jnp.float32, *, chunk: int = 1
+    frames: Iterable[Array | np.ndarray],
+    weights: Weights,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    chunk: int = 1,
+    tile: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[Posterior]:
     """`encode` of a video that comes in parts: posteriors of one latent frame first, then of `chunk` at a time.
 
@@ -122,8 +154,9 @@ def encode_stream(
     is known, and raised as ValueError, only at their end. Memory does not grow with the video's length.
     """
     vae = as_vae(weights)
-    check_chunk(chunk)
-    return _one_ahead(_encode_parts(_regrouped(frames, vae, 4 * chunk), _cast(vae, dtype)))
+    choose = lambda part: choose_passes(vae.config, _latent_shape(part, vae), chunk=chunk, tile=tile, mesh=mesh)
+    choose(np.zeros((1, 3, 1, vae.config.stride, vae.config.stride), np.float32))  # raises now, not at the first frame
+    return _one_ahead(_encode_parts(_regrouped(frames, vae, 4 * chunk), _cast(vae, dtype), choose))
 
 
 def cast(weights: VAE, dtype: DTypeLike) -> VAE:
@@ -157,47 +190,28 @@ def _to_posterior(x: Float[Array, "b t h w c"], weights: VAE) -> Posterior:
     return Posterior(mean, jnp.clip(logvar, -30, 20))
 
 
-@partial(jax.jit, static_argnames=("dtype", "chunk"))
-def _decode(z: Float[Array, "b c t h w"], weights: VAE, dtype: DTypeLike, chunk: int) -> Float[Array, "b 3 4*t-3 H W"]:
+@partial(jax.jit, static_argnames=("dtype", "passes"))
+def _decode(z: Float[Array, "b c t h w"], weights: VAE, dtype: DTypeLike, passes: Passes) -> Float[Array, "b 3 4*t-3 H W"]:
     """`decode` of what has been checked."""
-    weights = cast(weights, dtype)
-    x = _from_latents(z, weights, dtype)
-    step = lambda x, cache, first: decode_chunk(x, weights, cache, first)
-    return _to_video(in_chunks(step, x[:, :1], x[:, 1:], chunk), weights.config)
+
+    def run(z: Float[Array, "b c t h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b 3 f H W"], Cache]:
+        weights = cast(weights, dtype)
+        x = _from_latents(z, weights, dtype)
+        return _to_video(in_chunks(decoder_step(weights, passes), x[:, :1], x[:, 1:], passes.chunk), weights.config), cache
+
+    return on_devices(run, passes.split, 1)(z, weights, {})[0]
 
 
-@partial(jax.jit, static_argnames=("dtype", "chunk"))
-def _encode(video: Float[Array, "b 3 f H W"], weights: VAE, dtype: DTypeLike, chunk: int) -> Posterior:
+@partial(jax.jit, static_argnames=("dtype", "passes"))
+def _encode(video: Float[Array, "b 3 f H W"], weights: VAE, dtype: DTypeLike, passes: Passes) -> Posterior:
     """`encode` of what has been checked."""
-    weights = cast(weights, dtype)
-    x = _from_video(video, weights.config, dtype)
-    step = lambda x, cache, first: encode_chunk(x, weights, cache, first)
-    return _to_posterior(in_chunks(step, x[:, :1], x[:, 1:], 4 * chunk), weights)
 
+    def run(video: Float[Array, "b 3 f H W"], weights: VAE, cache: Cache) -> tuple[Posterior, Cache]:
+        weights = cast(weights, dtype)
+        x = _from_video(video, weights.config, dtype)
+        return _to_posterior(in_chunks(encoder_step(weights, passes), x[:, :1], x[:, 1:], 4 * passes.chunk), weights), cache
 
-Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
-
-
-def in_chunks(step: Step, head: Float[Array, "b one h w c"], rest: Float[Array, "b t h w c"], size: int) -> Float[Array, "b t2 h2 w2 c2"]:
-    """`step` over the first frame alone, then over `size` frames at a time, then over what remains."""
-    y, cache = step(head, {}, True)
-    parts = [y]
-    count = rest.shape[1] // size
-    if count > 1:
-        chunks = rearrange(rest[:, : count * size], "b (n t) h w c -> n b t h w c", n=count)
-
-        def scanned(cache: Cache, x: Float[Array, "b t h w c"]) -> tuple[Cache, Float[Array, "b t2 h2 w2 c2"]]:
-            y, cache = step(x, cache, False)
-            return cache, y
-
-        cache, ys = lax.scan(scanned, cache, chunks)
-        parts.append(rearrange(ys, "n b t h w c -> b (n t) h w c"))
-        rest = rest[:, count * size :]
-    while rest.shape[1]:
-        y, cache = step(rest[:, :size], cache, False)
-        parts.append(y)
-        rest = rest[:, size:]
-    return jnp.concatenate(parts, axis=1)
+    return on_devices(run, passes.split, weights.config.stride)(video, weights, {})[0]
 
 
 # --- streaming ---
@@ -217,46 +231,59 @@ def _one_ahead(parts: Iterable[Callable[[Cache], tuple[Any, Cache]]]) -> Iterato
         yield waiting
 
 
-@partial(jax.jit, static_argnames=("size", "uint8"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("size", "passes", "uint8"), donate_argnames="cache")
 def _decode_step(
-    z: Float[Array, "b c t h w"], weights: VAE, start: Int[Array | np.integer, ""], cache: Cache, *, size: int, uint8: bool
+    z: Float[Array, "b c t h w"], weights: VAE, start: Int[Array | np.integer, ""], cache: Cache, *, size: int, passes: Passes, uint8: bool
 ) -> tuple[Float[Array, "b 3 f H W"] | UInt8[Array, "b f H W 3"], Cache]:
     """Frames of `size` latent frames from `start` on; an empty cache marks the first."""
     dtype = jax.tree.leaves(weights)[0].dtype
-    x = _from_latents(lax.dynamic_slice_in_dim(z, start, size, 2), weights, dtype)
-    x, cache = decode_chunk(x, weights, cache, not cache)
-    video = _to_video(x, weights.config)
+    first = not cache
+
+    def run(z: Float[Array, "b c t h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b 3 f H W"], Cache]:
+        x, cache = decoder_step(weights, passes)(_from_latents(z, weights, dtype), cache, first)
+        return _to_video(x, weights.config), cache
+
+    video, cache = on_devices(run, passes.split, 1)(lax.dynamic_slice_in_dim(z, start, size, 2), weights, cache)
     if uint8:
         shown = rearrange(video.astype(jnp.float32) / 2 + 0.5, "b c f h w -> b f h w c")
         return jnp.round(shown * 255).astype(jnp.uint8), cache
     return video, cache
 
 
-@partial(jax.jit, donate_argnames="cache")
+@partial(jax.jit, static_argnames="passes", donate_argnames="cache")
 def _encode_step(
-    video: Float[Array | np.ndarray, "b 3 f H W"] | UInt8[Array | np.ndarray, "b f H W 3"], weights: VAE, cache: Cache
+    video: Float[Array | np.ndarray, "b 3 f H W"] | UInt8[Array | np.ndarray, "b f H W 3"], weights: VAE, cache: Cache, *, passes: Passes
 ) -> tuple[Posterior, Cache]:
     """The posterior of the next frames; an empty cache marks the first."""
     dtype = jax.tree.leaves(weights)[0].dtype
     if video.dtype == jnp.uint8:
         video = rearrange(video.astype(jnp.float32) / 127.5 - 1, "b f h w c -> b c f h w")
-    x, cache = encode_chunk(_from_video(jnp.asarray(video), weights.config, dtype), weights, cache, not cache)
-    return _to_posterior(x, weights), cache
+    first = not cache
+
+    def run(video: Float[Array, "b 3 f H W"], weights: VAE, cache: Cache) -> tuple[Posterior, Cache]:
+        x, cache = encoder_step(weights, passes)(_from_video(video, weights.config, dtype), cache, first)
+        return _to_posterior(x, weights), cache
+
+    return on_devices(run, passes.split, weights.config.stride)(jnp.asarray(video), weights, cache)
 
 
-def _decode_parts(z: Float[Array, "b c t h w"], weights: VAE, chunk: int, uint8: bool) -> Iterator[Callable[[Cache], tuple[Any, Cache]]]:
+def _decode_parts(
+    z: Float[Array, "b c t h w"], weights: VAE, passes: Passes, uint8: bool
+) -> Iterator[Callable[[Cache], tuple[Any, Cache]]]:
     """A step for the first latent frame, then one for each chunk."""
     start, end = 0, z.shape[2]
     while start < end:
-        size = min(chunk, end - start) if start else 1
-        yield partial(_decode_step, z, weights, np.int32(start), size=size, uint8=uint8)
+        size = min(passes.chunk, end - start) if start else 1
+        yield partial(_decode_step, z, weights, np.int32(start), size=size, passes=passes, uint8=uint8)
         start += size
 
 
-def _encode_parts(parts: Iterable[Any], weights: VAE) -> Iterator[Callable[[Cache], tuple[Posterior, Cache]]]:
+def _encode_parts(
+    parts: Iterable[Any], weights: VAE, choose: Callable[[Any], Passes]
+) -> Iterator[Callable[[Cache], tuple[Posterior, Cache]]]:
     """A step for each part of the video."""
     for part in parts:
-        yield partial(_encode_step, part, weights)
+        yield partial(_encode_step, part, weights, passes=choose(part))
 
 
 def _regrouped(parts: Iterable[Any], weights: VAE, size: int) -> Iterator[Any]:
@@ -279,6 +306,13 @@ def _regrouped(parts: Iterable[Any], weights: VAE, size: int) -> Iterator[Any]:
 
 def _frame_axis(part: Any) -> int:
     return 1 if part.dtype == np.uint8 else 2
+
+
+def _latent_shape(video: Any, weights: VAE) -> tuple[int, int, int, int, int]:
+    """Of the latents of a video, or of a part of one."""
+    height, width = video.shape[2:4] if video.dtype == np.uint8 else video.shape[3:]
+    config, frames = weights.config, video.shape[_frame_axis(video)]
+    return video.shape[0], config.z_dim, (frames + 3) // 4, height // config.stride, width // config.stride
 
 
 def _checked_part(part: Any, weights: VAE) -> Any:

@@ -8,37 +8,22 @@ One irregular rule, from the reference: the first latent frame stands for a sing
 of frame rate untouched, and `first=True` marks the chunk made of it alone.
 """
 
-import functools
 from collections.abc import Mapping
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce, repeat
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from wanjax.attention import Attend
+from wanjax.attention import attention
+from wanjax.vae_convs import CausalConv3d, Conv2d, Part, causal_conv, double_size, frame_conv, halve_size
 from wanjax.weights import stored
 
 Cache = Mapping[str, Float[Array, "_b _k _h _w _c"]]  # conv name -> the frames before the next chunk
 
 HISTORY = 2  # frames a convolution over three frames looks back
-
-
-class CausalConv3d(eqx.Module):
-    """Weights of a convolution that sees the present and the past, never the future."""
-
-    weight: Float[Array, "kt kh kw cin cout"] = stored("cout cin kt kh kw -> kt kh kw cin cout")
-    bias: Float[Array, " cout"] = stored()
-
-
-class Conv2d(eqx.Module):
-    """Weights of a convolution within each frame."""
-
-    weight: Float[Array, "kh kw cin cout"] = stored("cout cin kh kw -> kh kw cin cout")
-    bias: Float[Array, " cout"] = stored()
 
 
 class Norm(eqx.Module):
@@ -114,86 +99,53 @@ def rms_norm(x: Float[Array, "*b c"], gamma: Float[Array, " c"]) -> Float[Array,
     return unit * jnp.asarray(x.shape[-1] ** 0.5, x.dtype) * gamma
 
 
-def frame_conv(
-    x: Float[Array, "b t h w cin"],
-    kernel: Float[Array, "kh kw cin cout"],
-    padding: tuple[tuple[int, int], tuple[int, int]] | None = None,
-    stride: int = 1,
-) -> Float[Array, "b t h2 w2 cout"]:
-    """A 2D convolution of every frame, zero-padded to the same size unless `padding` says otherwise."""
-    kh, kw = kernel.shape[:2]
-    padding = padding or ((kh // 2, kh // 2), (kw // 2, kw // 2))
-    frames = rearrange(x, "b t h w c -> (b t) h w c")
-    y = lax.conv_general_dilated(frames, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return rearrange(y, "(b t) h w c -> b t h w c", b=x.shape[0])
-
-
-def causal_conv(
-    x: Float[Array, "b t h w cin"], conv: CausalConv3d, history: Float[Array, "b k h w cin"] | None = None, stride: int = 1
-) -> Float[Array, "b t2 h w cout"]:
-    """The convolution of x after `history`, the kt - 1 frames before it; without one, after zeros.
-
-    Computed as a sum over time taps of 2D convolutions of shifted frames, in float32. Taps that see nothing but the
-    zeros before the first frame are left out.
-    """
-    taps, frames = conv.weight.shape[0], x.shape[1]
-    weight = conv.weight.astype(jnp.float32)
-    if history is None:
-        total = jnp.zeros((*x.shape[:-1], weight.shape[-1]), jnp.float32)
-        for tap in range(taps):
-            missing = taps - 1 - tap  # output frames for which this tap lies before the first frame
-            if missing < frames:
-                part = frame_conv(x[:, : frames - missing].astype(jnp.float32), weight[tap])
-                total = part if missing == 0 and tap == 0 else total.at[:, missing:].add(part)
-    else:
-        padded = jnp.concatenate([history, x], axis=1).astype(jnp.float32)
-        count = (padded.shape[1] - taps) // stride + 1
-        shifted = lambda tap: padded[:, tap : tap + stride * (count - 1) + 1 : stride]
-        total = functools.reduce(jnp.add, [frame_conv(shifted(tap), weight[tap]) for tap in range(taps)])
-    return total.astype(x.dtype) + conv.bias
-
-
-def cached_conv(x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache) -> tuple[Float[Array, "b t h w cout"], Cache]:
+def cached_conv(
+    x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache, part: Part | None
+) -> tuple[Float[Array, "b t h w cout"], Cache]:
     """`causal_conv` of one chunk after the frames that the cache holds under `name`, which it replaces by the latest."""
     history = cache.get(name)
     before = jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype) if history is None else history
     latest = jnp.concatenate([before, x], axis=1)[:, -HISTORY:]
-    return causal_conv(x, conv, history), {**cache, name: latest}
+    return causal_conv(x, conv, history, part=part), {**cache, name: latest}
 
 
-def residual_block(x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
+def residual_block(
+    x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache, part: Part | None
+) -> tuple[Float[Array, "b t h w c2"], Cache]:
     """conv2(silu(norm2(conv1(silu(norm1(x)))))) plus the shortcut."""
     shortcut = x if block.conv_shortcut is None else causal_conv(x, block.conv_shortcut)
     x = jax.nn.silu(rms_norm(x, block.norm1.gamma))
-    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache)
+    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache, part)
     x = jax.nn.silu(rms_norm(x, block.norm2.gamma))
-    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache)
+    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache, part)
     return x + shortcut, cache
 
 
-def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, attend: Attend) -> Float[Array, "b t h w c"]:
-    """x + proj(attention over the h w positions of each frame)."""
+def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: Part | None) -> Float[Array, "b t h w c"]:
+    """x + proj(attention over the h w positions of each whole frame)."""
     b, _, h, _, _ = x.shape
-    qkv = frame_conv(rms_norm(x, block.norm.gamma), block.to_qkv.weight) + block.to_qkv.bias
-    q, k, v = rearrange(qkv, "b t h w (three c) -> three (b t) (h w) 1 c", three=3)
-    y = rearrange(attend(q, k, v), "(b t) (h w) 1 c -> b t h w c", b=b, h=h)
-    return x + frame_conv(y, block.proj.weight) + block.proj.bias
+    q, k, v = jnp.split(frame_conv(rms_norm(x, block.norm.gamma), block.to_qkv), 3, axis=-1)
+    if part is not None:
+        k, v = part.whole(k), part.whole(v)
+    q, k, v = (rearrange(y, "b t h w c -> (b t) (h w) 1 c") for y in (q, k, v))
+    y = rearrange(attention(q, k, v), "(b t) (h w) 1 c -> b t h w c", b=b, h=h)
+    return x + frame_conv(y, block.proj)
 
 
 def mid_block(
-    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, attend: Attend
+    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, part: Part | None
 ) -> tuple[Float[Array, "b t h w c"], Cache]:
     """Residual block, attention, residual block."""
-    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache)
-    x = attention_block(x, block.attentions[0], attend)
-    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache)
+    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, part)
+    x = attention_block(x, block.attentions[0], part)
+    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache, part)
 
 
 def downsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool, part: Part | None
 ) -> tuple[Float[Array, "b t2 h//2 w//2 c"], Cache]:
     """Halves height and width (zero row below, zero column to the right) and then, with a `time_conv`, the frame rate."""
-    x = frame_conv(x, block.conv.weight, ((0, 1), (0, 1)), stride=2) + block.conv.bias
+    x = halve_size(x, block.conv, part)
     if block.time_conv is None:
         return x, cache
     name = f"{name}.time_conv"
@@ -202,7 +154,7 @@ def downsample(
 
 
 def upsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool, part: Part | None
 ) -> tuple[Float[Array, "b t2 2*h 2*w c2"], Cache]:
     """Doubles the frame rate, with a `time_conv`, and then height and width.
 
@@ -213,14 +165,9 @@ def upsample(
         if first:
             cache = {**cache, name: jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype)}
         else:
-            x, cache = cached_conv(x, block.time_conv, name, cache)
+            x, cache = cached_conv(x, block.time_conv, name, cache, part)
             x = rearrange(x, "b t h w (two c) -> b (t two) h w c", two=2)
-    return double_size(x, block.conv), cache
-
-
-def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d) -> Float[Array, "b t 2*h 2*w cout"]:
-    """Nearest doubling followed by a 3x3 convolution."""
-    return frame_conv(repeat(x, "b t h w c -> b t (h two) (w deux) c", two=2, deux=2), conv.weight) + conv.bias
+    return double_size(x, block.conv, part), cache
 
 
 def average_down(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int) -> Float[Array, "b t2 h2 w2 {cout}"]:
@@ -244,41 +191,41 @@ def duplicate_up(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int, firs
 
 
 def residual_down_block(
-    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: bool
+    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: bool, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 encoder: residual blocks and downsampler, plus the averaged input."""
     y = x
     for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache)
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, part)
     sampler = block.downsampler
     if sampler is None:
         return y + average_down(x, y.shape[-1], 1, 1), cache
-    y, cache = downsample(y, sampler, f"{name}.downsampler", cache, first)
+    y, cache = downsample(y, sampler, f"{name}.downsampler", cache, first, part)
     return y + average_down(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2), cache
 
 
 def residual_up_block(
-    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: bool
+    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: bool, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 decoder: residual blocks and upsampler, plus the duplicated input; the last level has neither."""
     y = x
     for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache)
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, part)
     sampler = block.upsampler
     if sampler is None:
         return y, cache
-    y, cache = upsample(y, sampler, f"{name}.upsampler", cache, first)
+    y, cache = upsample(y, sampler, f"{name}.upsampler", cache, first, part)
     return y + duplicate_up(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2, first), cache
 
 
 def up_block(
-    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: bool
+    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: bool, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.1 decoder: residual blocks, then the upsampler where there is one."""
     for i, resnet in enumerate(block.resnets):
-        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache)
+        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache, part)
     for i, sampler in enumerate(block.upsamplers):
-        x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first)
+        x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first, part)
     return x, cache
 
 

@@ -91,12 +91,6 @@ def check_size(height: int, width: int, config: VAEConfig) -> None:
         raise ValueError(f"height and width must be multiples of {stride}; got {height} x {width}: try {nearest[0]} x {nearest[1]}.")
 
 
-def check_chunk(chunk: int) -> None:
-    """Raise unless a chunk is at least one latent frame."""
-    if chunk < 1:
-        raise ValueError(f"chunk is the number of latent frames that go through at a time, at least 1; got {chunk}.")
-
-
 def is_concrete(x: Any) -> bool:
     """Whether the values are there to be looked at, which inside `jit` they are not."""
     return not isinstance(x, jax.core.Tracer)

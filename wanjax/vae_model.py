@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from wanjax.attention import attention
 from wanjax.vae_blocks import (
     Cache,
-    CausalConv3d,
     MidBlock,
     Norm,
     Resample,
@@ -36,6 +34,7 @@ from wanjax.vae_blocks import (
     up_block,
 )
 from wanjax.vae_config import VAEConfig
+from wanjax.vae_convs import CausalConv3d, Part
 
 
 class Encoder(eqx.Module):
@@ -68,38 +67,42 @@ class VAE(eqx.Module):
     config: VAEConfig = eqx.field(static=True)
 
 
-def decode_chunk(x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+def decode_chunk(
+    x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool, part: Part | None = None
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The decoder on consecutive latent frames, given the cache that the frames before them left."""
     decoder = weights.decoder
     assert decoder is not None
-    x, cache = cached_conv(x, decoder.conv_in, "decoder.conv_in", cache)
-    x, cache = mid_block(x, decoder.mid_block, "decoder.mid_block", cache, attention)
+    x, cache = cached_conv(x, decoder.conv_in, "decoder.conv_in", cache, part)
+    x, cache = mid_block(x, decoder.mid_block, "decoder.mid_block", cache, part)
     for i, block in enumerate(decoder.up_blocks):
         name = f"decoder.up_blocks.{i}"
         if isinstance(block, ResidualUpBlock):
-            x, cache = residual_up_block(x, block, name, cache, first)
+            x, cache = residual_up_block(x, block, name, cache, first, part)
         else:
-            x, cache = up_block(x, block, name, cache, first)
+            x, cache = up_block(x, block, name, cache, first, part)
     x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
-    return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache)
+    return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
 
 
-def encode_chunk(x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+def encode_chunk(
+    x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool, part: Part | None = None
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them."""
     encoder = weights.encoder
     assert encoder is not None
-    x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache)
+    x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
     for i, block in enumerate(encoder.down_blocks):
         name = f"encoder.down_blocks.{i}"
         if isinstance(block, ResidualDownBlock):
-            x, cache = residual_down_block(x, block, name, cache, first)
+            x, cache = residual_down_block(x, block, name, cache, first, part)
         elif isinstance(block, Resample):
-            x, cache = downsample(x, block, name, cache, first)
+            x, cache = downsample(x, block, name, cache, first, part)
         else:
-            x, cache = residual_block(x, block, name, cache)
-    x, cache = mid_block(x, encoder.mid_block, "encoder.mid_block", cache, attention)
+            x, cache = residual_block(x, block, name, cache, part)
+    x, cache = mid_block(x, encoder.mid_block, "encoder.mid_block", cache, part)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
-    return cached_conv(x, encoder.conv_out, "encoder.conv_out", cache)
+    return cached_conv(x, encoder.conv_out, "encoder.conv_out", cache, part)
 
 
 def init_vae(config: VAEConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> VAE:

@@ -1,0 +1,215 @@
+"""The convolutions of the Wan VAE: causal in time, within a frame, and after a nearest doubling; `b t h w c`, kernels `... cin cout`.
+
+Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
+program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution. On a CPU it is 2D convolutions of
+frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six, and the gradient of a kernel is
+written as matrix products: the compiler's own, inside a loop, is a hundred times slower.
+
+Frames may be parts of larger ones that lie on other devices: `Part` says how to see beyond their edges.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float
+
+from wanjax.weights import stored
+
+Sides = tuple[int, int]  # rows above and below, or columns to the left and right
+Padding = tuple[Sides, Sides]
+_NO_PADDING: Padding = ((0, 0), (0, 0))
+
+
+class CausalConv3d(eqx.Module):
+    """Weights of a convolution that sees the present and the past, never the future."""
+
+    weight: Float[Array, "kt kh kw cin cout"] = stored("cout cin kt kh kw -> kt kh kw cin cout")
+    bias: Float[Array, " cout"] = stored()
+
+
+class Conv2d(eqx.Module):
+    """Weights of a convolution within each frame."""
+
+    weight: Float[Array, "kh kw cin cout"] = stored("cout cin kh kw -> kh kw cin cout")
+    bias: Float[Array, " cout"] = stored()
+
+
+@runtime_checkable
+class Part(Protocol):
+    """How to see more of a picture than the part of it that is at hand; where None stands for it, everything is."""
+
+    def extend(self, x: Float[Array, "b t h w c"], rows: Sides, columns: Sides) -> Float[Array, "b t h2 w2 c"]:
+        """The frames with so many rows and columns more of what lies around them, zeros beyond the picture."""
+        ...
+
+    def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
+        """The whole frames, at the size of latents, that these are parts of."""
+        ...
+
+
+def causal_conv(
+    x: Float[Array, "b t h w cin"],
+    conv: CausalConv3d,
+    history: Float[Array, "b k h w cin"] | None = None,
+    stride: int = 1,
+    part: Part | None = None,
+) -> Float[Array, "b t2 h w cout"]:
+    """The convolution of x after `history`, the kt - 1 frames before it; without one, after zeros. `stride` is over time.
+
+    Summed in float32 and rounded to the dtype of x before the bias is added, as the reference does.
+    """
+    kernel, frames = conv.weight, x
+    if history is not None:
+        frames = jnp.concatenate([history, x], axis=1)
+    elif x.shape[1] == 1:
+        kernel = kernel[-1:]  # the other taps see zeros only
+    else:
+        frames = jnp.pad(x, ((0, 0), (kernel.shape[0] - 1, 0), (0, 0), (0, 0), (0, 0)))
+    frames, padding = _surrounded(frames, _centred(kernel.shape[1:3]), part)
+    cpu, other = (functools.partial(form, padding=padding, stride=stride) for form in (_causal_by_frames, _causal_at_once))
+    return lax.platform_dependent(frames, kernel, cpu=cpu, default=other) + conv.bias
+
+
+def frame_conv(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None = None) -> Float[Array, "b t h w cout"]:
+    """A convolution of every frame, zero-padded to the same size."""
+    x, padding = _surrounded(x, _centred(conv.weight.shape[:2]), part)
+    return _each_frame(x, conv.weight, padding) + conv.bias
+
+
+def halve_size(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None = None) -> Float[Array, "b t h//2 w//2 cout"]:
+    """A convolution at every second row and column, with a zero row below and a zero column to the right."""
+    x, padding = _surrounded(x, ((0, 1), (0, 1)), part)
+    return _each_frame(x, conv.weight, padding, stride=2) + conv.bias
+
+
+def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None = None) -> Float[Array, "b t 2*h 2*w cout"]:
+    """Nearest doubling followed by a 3x3 convolution, computed at the small size: 4/9 of the multiplications.
+
+    Of a doubled row's three taps two fall on the same small row, so each quarter of the output is a 2x2 convolution of the
+    small picture with summed taps (in float32), and all four are one with four times the channels, cut at four places.
+    """
+    x, padding = _surrounded(x, ((1, 1), (1, 1)), part)
+    kernel = jnp.einsum("irk,jcl,klyx->rcyijx", _TAPS, _TAPS, conv.weight.astype(jnp.float32), precision="highest")
+    kernel = rearrange(kernel, "r c cin i j cout -> r c cin (i j cout)").astype(x.dtype)
+    y = rearrange(_each_frame(x, kernel, padding), "b t h w (i j c) -> b t h w i j c", i=2, j=2)
+    h, w = y.shape[2] - 1, y.shape[3] - 1
+    rows = [jnp.stack([y[:, :, i : i + h, j : j + w, i, j] for j in range(2)], axis=4) for i in range(2)]
+    return rearrange(jnp.stack(rows, axis=3), "b t h i w j c -> b t (h i) (w j) c") + conv.bias
+
+
+# Of a doubled pair of rows, which taps fall on the small row before and the one at hand (even), at hand and the next (odd).
+_TAPS = np.array([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], np.float32)
+
+
+def _centred(kernel: Sequence[int]) -> Padding:
+    """What a kernel of this size sees around a pixel."""
+    (kh, kw) = kernel
+    return (kh // 2, kh // 2), (kw // 2, kw // 2)
+
+
+def _surrounded(x: Float[Array, "b t h w c"], padding: Padding, part: Part | None) -> tuple[Float[Array, "b t h2 w2 c"], Padding]:
+    """Frames with what lies around them on other devices, and the zeros that are still to be added: one or the other."""
+    if part is None or padding == _NO_PADDING:
+        return x, padding
+    return part.extend(x, *padding), _NO_PADDING
+
+
+def _causal_at_once(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding, stride: int
+) -> Float[Array, "b t2 h2 w2 cout"]:
+    """A 3D convolution, its sums in float32."""
+    labels = ("NDHWC", "DHWIO", "NDHWC")
+    return lax.conv_general_dilated(x, kernel, (stride, 1, 1), ((0, 0), *padding), dimension_numbers=labels)
+
+
+def _causal_by_frames(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding, stride: int
+) -> Float[Array, "b t2 h2 w2 cout"]:
+    """The same by 2D convolutions of frames in float32, for two frames at a time, then for what remains."""
+    dtype, taps = x.dtype, kernel.shape[0]
+    x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
+    count = (x.shape[1] - taps) // stride + 1
+    pairs = count // 2 if taps == 3 and stride == 1 else 0
+    parts = []
+    if pairs:
+        a, b, c, d = (x[:, i : i + 2 * pairs - 1 : 2] for i in range(4))
+        outer, middle = kernel[0] + kernel[2], kernel[1]
+        first, last = _frames(a - c, kernel[0], padding), _frames(b - d, kernel[2], padding)
+        plus = _frames(b + c, (outer + middle) / 2, padding)
+        minus = _frames(c - b, (outer - middle) / 2, padding)
+        both = jnp.stack([first + plus + minus, plus - minus - last], axis=2)
+        parts.append(rearrange(both, "b t two h w c -> b (t two) h w c"))
+    if rest := count - 2 * pairs:
+        begin = 2 * pairs
+        shifted = (x[:, begin + tap : begin + tap + stride * (rest - 1) + 1 : stride] for tap in range(taps))
+        parts.append(functools.reduce(jnp.add, [_frames(frames, tap, padding) for frames, tap in zip(shifted, kernel, strict=True)]))
+    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return y.astype(dtype)
+
+
+def _each_frame(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kh kw cin cout"], padding: Padding, stride: int = 1
+) -> Float[Array, "b t h2 w2 cout"]:
+    """A 2D convolution of every frame, its sums in float32 and its result in the dtype of x."""
+
+    def on_cpu(x: Float[Array, "b t h w cin"], kernel: Float[Array, "kh kw cin cout"]) -> Float[Array, "b t h2 w2 cout"]:
+        return _frames(x.astype(jnp.float32), kernel.astype(jnp.float32), padding, stride).astype(x.dtype)
+
+    def elsewhere(x: Float[Array, "b t h w cin"], kernel: Float[Array, "kh kw cin cout"]) -> Float[Array, "b t h2 w2 cout"]:
+        y = _conv2d(rearrange(x, "b t h w c -> (b t) h w c"), kernel, padding, stride)
+        return rearrange(y, "(b t) h w c -> b t h w c", b=x.shape[0])
+
+    return lax.platform_dependent(x, kernel, cpu=on_cpu, default=elsewhere)
+
+
+def _frames(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kh kw cin cout"], padding: Padding, stride: int = 1
+) -> Float[Array, "b t h2 w2 cout"]:
+    """A 2D convolution of every frame with gradients that are fast on a CPU; a 1x1 kernel is a matrix product."""
+    if kernel.shape[:2] == (1, 1) and stride == 1:
+        return jnp.matmul(x, kernel[0, 0])
+    y = _conv2d_for_cpu(rearrange(x, "b t h w c -> (b t) h w c"), kernel, padding, stride)
+    return rearrange(y, "(b t) h w c -> b t h w c", b=x.shape[0])
+
+
+def _conv2d(
+    x: Float[Array, "n h w cin"], kernel: Float[Array, "kh kw cin cout"], padding: Padding, stride: int
+) -> Float[Array, "n h2 w2 cout"]:
+    return lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+_conv2d_for_cpu = jax.custom_vjp(_conv2d, nondiff_argnums=(2, 3))
+
+
+def _forward(
+    x: Float[Array, "n h w cin"], kernel: Float[Array, "kh kw cin cout"], padding: Padding, stride: int
+) -> tuple[Float[Array, "n h2 w2 cout"], tuple[Array, Array]]:
+    return _conv2d(x, kernel, padding, stride), (x, kernel)
+
+
+def _backward(
+    padding: Padding, stride: int, seen: tuple[Array, Array], g: Float[Array, "n h2 w2 cout"]
+) -> tuple[Float[Array, "n h w cin"], Float[Array, "kh kw cin cout"]]:
+    """Of the frames: the turned kernel over g. Of the kernel: for each tap, the frames it saw times g."""
+    x, kernel = seen
+    (kh, kw), (h, w) = kernel.shape[:2], g.shape[1:3]
+    around = [
+        (k - 1 - low, k - 1 - high + (size + low + high - k) % stride)
+        for k, size, (low, high) in zip((kh, kw), x.shape[1:3], padding, strict=True)
+    ]
+    turned = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
+    dx = lax.conv_general_dilated(g, turned, (1, 1), around, lhs_dilation=(stride, stride), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    saw = lambda i, j: x[:, i : i + stride * (h - 1) + 1 : stride, j : j + stride * (w - 1) + 1 : stride]
+    taps = [[jnp.einsum("nhwc,nhwo->co", saw(i, j), g) for j in range(kw)] for i in range(kh)]
+    return dx, jnp.stack([jnp.stack(row) for row in taps])
+
+
+_conv2d_for_cpu.defvjp(_forward, _backward)
