@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from vae_models import SHORT, random_tensors, random_vae, random_video, template
+from vae_models import SHORT, random_latents, random_tensors, random_vae, random_video, template
 
 from wanjax.vae import VAE_2_1, VAE_2_2, decode, decode_stream, encode, encode_stream
 from wanjax.vae_inputs import as_vae, check_latents
@@ -152,3 +152,14 @@ def test_latents_of_the_other_published_vae(config, other):
     z = jax.ShapeDtypeStruct((1, channels, 3, 2, 2), jnp.float32)
     with pytest.raises(ValueError, match=f"{channels} channels are those of VAE {other}"):
         jax.eval_shape(decode, z, shapes)
+
+
+def test_constants_inside_jit_are_looked_at():
+    """Latents that a training step closes over, not an argument of it."""
+    vae = random_vae(SHORT["2.1"])
+    z = random_latents(vae.config, 1, frames=1)
+    video = jax.jit(lambda vae: decode(z, vae))(vae)
+    assert video.shape[2] == 1
+    assert jax.jit(lambda vae: encode(jnp.zeros(video.shape), vae).mean)(vae).shape == z.shape
+    with pytest.raises(ValueError, match="must be finite"):
+        jax.jit(lambda vae: decode(z * np.float32(np.nan), vae))(vae)

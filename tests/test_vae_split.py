@@ -14,7 +14,7 @@ import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
 from wanjax.vae import VAE_2_1, _decode, _encode, decode, decode_stream, encode, encode_stream, init_vae
-from wanjax.vae_passes import choose_passes, tile_starts
+from wanjax.vae_passes import choose_passes, overlap, tile_starts
 
 
 @pytest.fixture(scope="module", params=SHORT)
@@ -112,11 +112,11 @@ def test_only_edges_and_the_attention_s_keys_travel(vae, run, size):
 
 
 def test_tiles_cover_and_overlap():
-    for whole, tile in [(4, 4), (5, 4), (16, 4), (90, 32), (160, 32), (33, 32)]:
+    for whole, tile in [(8, 8), (9, 8), (25, 8), (90, 32), (160, 32), (33, 32)]:
         starts = tile_starts(whole, tile)
         assert starts[0] == 0
         assert starts[-1] == whole - tile
-        assert all(0 < b - a <= tile - tile / 4 for a, b in itertools.pairwise(starts)), starts
+        assert all(0 < b - a <= tile - overlap(tile) for a, b in itertools.pairwise(starts)), starts
 
 
 def psnr(a, b):
@@ -126,33 +126,32 @@ def psnr(a, b):
 
 def test_one_tile_is_the_whole(vae):
     z = random_latents(vae.config, 1, frames=3, size=(3, 4))
-    tile = 4 * vae.config.stride
+    tile = 8 * vae.config.stride
     close(decode(z, vae, tile=tile), decode(z, vae))
     video = decode(z, vae)
     close(encode(video, vae, tile=tile).mean, encode(video, vae).mean)
 
 
 def test_tiles_leave_no_seams(data):
-    """Real frames through the trained tiny VAE, at a size that is no multiple of the tile."""
+    """Real frames through the trained tiny VAE, at a size that is no multiple of the tile; measured: 91 and 85 dB."""
     vae = wanjax.load("tiny").vae
     frames = [frame for frame, _ in zip(wanjax.video.iterate_frames(data / "big_buck_bunny_720p.mp4"), range(5), strict=False)]
-    small = jax.image.resize(np.stack(frames).astype(np.float32) / 127.5 - 1, (5, 104, 184, 3), "linear")
+    small = jax.image.resize(np.stack(frames).astype(np.float32) / 127.5 - 1, (5, 200, 360, 3), "linear")
     video = np.clip(np.asarray(small), -1, 1).transpose(3, 0, 1, 2)[None]
     z = encode(video, vae).mean
-    whole = decode(z, vae)
-    assert psnr(decode(z, vae, tile=64), whole) >= 45
-    close(np.concatenate(list(decode_stream(z, vae, tile=64)), 2), decode(z, vae, tile=64, chunk=1))
-    tiled = encode(video, vae, tile=64).mean
-    assert psnr(decode(tiled, vae), whole) >= 45
+    whole, tiled = decode(z, vae), decode(z, vae, tile=128)
+    assert psnr(tiled, whole) >= 70
+    close(np.concatenate(list(decode_stream(z, vae, tile=128)), 2), tiled)
+    assert psnr(decode(encode(video, vae, tile=128).mean, vae), whole) >= 70
 
 
 def test_sizes_that_cannot_be_are_refused(vae):
     z = random_latents(vae.config, 1, frames=1)
     stride = vae.config.stride
-    with pytest.raises(ValueError, match=f"a multiple of {stride} and at least {4 * stride}; got {stride + 1}: try {4 * stride}"):
+    with pytest.raises(ValueError, match=f"a multiple of {stride} and at least {8 * stride}; got {stride + 1}: try {8 * stride}"):
         decode(z, vae, tile=stride + 1)
     with pytest.raises(ValueError, match="give one of them"):
-        decode(z, vae, tile=4 * stride, mesh=make_mesh(data=8))
+        decode(z, vae, tile=8 * stride, mesh=make_mesh(data=8))
     with pytest.raises(ValueError, match="at least 1; got 0"):
         next(encode_stream([], vae, chunk=0))
 
@@ -164,7 +163,7 @@ def test_by_default_chunks_are_large_where_pictures_are_small():
 
 def test_gradients_match_finite_differences(vae):
     """Along one direction in latents and weights, in chunks that are scanned and computed again."""
-    z = jnp.asarray(random_latents(vae.config, 1, frames=4))
+    z = jnp.asarray(random_latents(vae.config, 1, frames=3))
     loss = jax.jit(lambda z, vae: jnp.mean(jnp.square(decode(z, vae, chunk=1, remat=True) - 0.1)))
     rng = np.random.default_rng(0)
     direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * np.std(leaf), jnp.float32), (z, vae))
@@ -173,7 +172,8 @@ def test_gradients_match_finite_differences(vae):
     assert float(slope) == pytest.approx(float(moved(1e-3) - moved(-1e-3)) / 2e-3, rel=0.02)
 
 
-def test_encoding_has_gradients_too(vae):
+def test_encoding_has_gradients_too():
+    vae = random_vae(SHORT["2.2"])
     video = decode(random_latents(vae.config, 1, frames=3), vae)
     loss = lambda vae, chunk, remat: jnp.mean(jnp.square(encode(video, vae, chunk=chunk, remat=remat).mean))
     whole, scanned = (jax.grad(loss)(vae, chunk, remat) for chunk, remat in [(2, False), (1, True)])
@@ -184,7 +184,7 @@ def test_encoding_has_gradients_too(vae):
 def test_gradients_work_under_vmap():
     vae = random_vae(SHORT["2.1"])
     z = jnp.asarray(random_latents(vae.config, 1, batch=2, frames=2))
-    one = jax.grad(lambda z: jnp.sum(jnp.square(decode(z[None], vae))))
+    one = jax.grad(lambda z: jnp.mean(jnp.square(decode(z[None], vae))))
     close(jax.vmap(one)(z), jnp.stack([one(z[0]), one(z[1])]))
 
 

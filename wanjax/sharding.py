@@ -230,23 +230,28 @@ class PictureSplit:
         missing = (-self.height % self.mesh.shape["rows"] * unit, -self.width % self.mesh.shape["columns"] * unit)
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, size) for size in missing]) if any(missing) else x
 
-    def extend(self, x: Float[Array, "b t h w c"], rows: tuple[int, int], columns: tuple[int, int]) -> Float[Array, "b t h2 w2 c"]:
-        """This device's part with its neighbours' rows and columns around it, zeros beyond the picture; inside `shard_map`."""
-        for axis, name, size, sides in ((2, "rows", self.height, rows), (3, "columns", self.width, columns)):
-            x = self._within(x, axis, name, size)
-            parts = self.mesh.shape[name]
+    def extend(
+        self, x: Float[Array, "b t h w c"], rows: tuple[int, int], columns: tuple[int, int]
+    ) -> tuple[Float[Array, "b t h2 w2 c"], tuple[tuple[int, int], tuple[int, int]]]:
+        """This device's part with its neighbours' rows and columns around it, zeros beyond the picture; inside `shard_map`.
+
+        Along an axis that is not cut it stays as it is; the zeros that it still needs there come with it.
+        """
+        left = [rows, columns]
+        for i, (axis, name, size) in enumerate(((2, "rows", self.height), (3, "columns", self.width))):
+            parts, (low, high) = self.mesh.shape[name], left[i]
             if parts == 1:
-                x = jnp.pad(x, [sides if i == axis else (0, 0) for i in range(x.ndim)])
                 continue
+            x = self._within(x, axis, name, size)
             # A device that nobody sends to receives zeros, which is what lies beyond the picture.
-            before = lax.slice_in_dim(x, x.shape[axis] - sides[0], None, axis=axis)
-            after = lax.slice_in_dim(x, 0, sides[1], axis=axis)
-            if sides[0]:
+            before = lax.slice_in_dim(x, x.shape[axis] - low, None, axis=axis)
+            after = lax.slice_in_dim(x, 0, high, axis=axis)
+            if low:
                 before = lax.ppermute(before, name, [(i, i + 1) for i in range(parts - 1)])
-            if sides[1]:
+            if high:
                 after = lax.ppermute(after, name, [(i + 1, i) for i in range(parts - 1)])
-            x = jnp.concatenate([before, x, after], axis=axis)
-        return x
+            x, left[i] = jnp.concatenate([before, x, after], axis=axis), (0, 0)
+        return x, (left[0], left[1])
 
     def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
         """The whole frames, of the latents' size; inside `shard_map`."""

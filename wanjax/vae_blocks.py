@@ -21,7 +21,7 @@ from wanjax.attention import attention
 from wanjax.vae_convs import CausalConv3d, Conv2d, Part, causal_conv, double_size, frame_conv, halve_size
 from wanjax.weights import stored
 
-Cache = Mapping[str, Float[Array, "_b _k _h _w _c"]]  # conv name -> the frames before the next chunk
+Cache = Mapping[str, Float[Array, "..."]]  # conv name -> the frames before the next chunk, "b k h w c" (of every tile: "n b k h w c")
 
 HISTORY = 2  # frames a convolution over three frames looks back
 

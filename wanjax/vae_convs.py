@@ -45,8 +45,8 @@ class Conv2d(eqx.Module):
 class Part(Protocol):
     """How to see more of a picture than the part of it that is at hand; where None stands for it, everything is."""
 
-    def extend(self, x: Float[Array, "b t h w c"], rows: Sides, columns: Sides) -> Float[Array, "b t h2 w2 c"]:
-        """The frames with so many rows and columns more of what lies around them, zeros beyond the picture."""
+    def extend(self, x: Float[Array, "b t h w c"], rows: Sides, columns: Sides) -> tuple[Float[Array, "b t h2 w2 c"], Padding]:
+        """The frames with so many rows and columns more of what lies around them, and the zeros that are still to be added."""
         ...
 
     def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
@@ -115,10 +115,10 @@ def _centred(kernel: Sequence[int]) -> Padding:
 
 
 def _surrounded(x: Float[Array, "b t h w c"], padding: Padding, part: Part | None) -> tuple[Float[Array, "b t h2 w2 c"], Padding]:
-    """Frames with what lies around them on other devices, and the zeros that are still to be added: one or the other."""
+    """Frames with what lies around them on other devices, and the zeros that are still to be added."""
     if part is None or padding == _NO_PADDING:
         return x, padding
-    return part.extend(x, *padding), _NO_PADDING
+    return part.extend(x, *padding)
 
 
 def _causal_at_once(

@@ -4,7 +4,7 @@ Sizes and dtypes are checked always; values only where they are there to be seen
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +53,10 @@ def check_latents(z: Shaped[AnyArray, "..."], weights: VAE) -> None:
     if 0 in z.shape:
         raise ValueError(f"latents must have at least one of everything; got {z.shape}.")
     _check_floating(z, "latents", "")
-    if is_concrete(z) and not bool(jnp.isfinite(z).all()):
-        raise ValueError(f"latents must be finite; got {int((~jnp.isfinite(z)).sum())} NaN or infinite of {z.size}.")
+    if is_concrete(z):
+        wrong = _number(lambda: (~jnp.isfinite(z)).sum())
+        if wrong:
+            raise ValueError(f"latents must be finite; got {wrong:.0f} NaN or infinite of {z.size}.")
 
 
 def check_video(video: Shaped[AnyArray, "..."], weights: VAE) -> None:
@@ -78,7 +80,7 @@ def check_frames(video: Shaped[AnyArray, "..."], weights: VAE) -> None:
     _check_floating(video, "video", ": frames from a file become one by frames / 127.5 - 1")
     check_size(video.shape[3], video.shape[4], weights.config)
     if is_concrete(video):
-        low, high = float(jnp.min(video)), float(jnp.max(video))
+        low, high = _number(lambda: jnp.min(video)), _number(lambda: jnp.max(video))
         if not (low >= -1.001 and high <= 1.001):
             warnings.warn(f"video should be in [-1, 1]; got {low:.4g} to {high:.4g}: encoded as it is.", stacklevel=3)
 
@@ -94,6 +96,15 @@ def check_size(height: int, width: int, config: VAEConfig) -> None:
 def is_concrete(x: Any) -> bool:
     """Whether the values are there to be looked at, which inside `jit` they are not."""
     return not isinstance(x, jax.core.Tracer)
+
+
+def _number(compute: Callable[[], Array]) -> float:
+    """What is computed of concrete arrays, also where they are constants inside somebody's `jit`."""
+    try:
+        return float(compute())
+    except jax.errors.ConcretizationTypeError:
+        with jax.ensure_compile_time_eval():
+            return float(compute())
 
 
 def _check_floating(x: Shaped[AnyArray, "..."], what: str, hint: str) -> None:

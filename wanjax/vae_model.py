@@ -4,6 +4,7 @@
 """
 
 import itertools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -67,42 +68,81 @@ class VAE(eqx.Module):
     config: VAEConfig = eqx.field(static=True)
 
 
+Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+"""Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
+
+
 def decode_chunk(
-    x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool, part: Part | None = None
+    x: Float[Array, "b t h w c"],
+    weights: VAE,
+    cache: Cache,
+    first: bool,
+    part: Part | None = None,
+    wrap: Callable[[Step], Step] = lambda step: step,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-    """The decoder on consecutive latent frames, given the cache that the frames before them left."""
+    """The decoder on consecutive latent frames, given the cache that the frames before them left.
+
+    `wrap` is told how the levels from the latents' size up are computed, which is where memory goes.
+    """
     decoder = weights.decoder
     assert decoder is not None
-    x, cache = cached_conv(x, decoder.conv_in, "decoder.conv_in", cache, part)
-    x, cache = mid_block(x, decoder.mid_block, "decoder.mid_block", cache, part)
-    for i, block in enumerate(decoder.up_blocks):
-        name = f"decoder.up_blocks.{i}"
-        if isinstance(block, ResidualUpBlock):
-            x, cache = residual_up_block(x, block, name, cache, first, part)
-        else:
-            x, cache = up_block(x, block, name, cache, first, part)
-    x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
-    return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
+
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        for i, block in enumerate(decoder.up_blocks):
+            name = f"decoder.up_blocks.{i}"
+            if isinstance(block, ResidualUpBlock):
+                x, cache = residual_up_block(x, block, name, cache, first, part)
+            else:
+                x, cache = up_block(x, block, name, cache, first, part)
+        x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
+        return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
+
+    ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
+    x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, part)
+    x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, part)
+    x, between = wrap(levels)(x, between, first)
+    return x, {**ends, **between}
 
 
 def encode_chunk(
-    x: Float[Array, "b t h w c"], weights: VAE, cache: Cache, first: bool, part: Part | None = None
+    x: Float[Array, "b t h w c"],
+    weights: VAE,
+    cache: Cache,
+    first: bool,
+    part: Part | None = None,
+    wrap: Callable[[Step], Step] = lambda step: step,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-    """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them."""
+    """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them.
+
+    `wrap` is told how the levels down to the latents' size are computed, which is where memory goes.
+    """
     encoder = weights.encoder
     assert encoder is not None
-    x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
-    for i, block in enumerate(encoder.down_blocks):
-        name = f"encoder.down_blocks.{i}"
-        if isinstance(block, ResidualDownBlock):
-            x, cache = residual_down_block(x, block, name, cache, first, part)
-        elif isinstance(block, Resample):
-            x, cache = downsample(x, block, name, cache, first, part)
-        else:
-            x, cache = residual_block(x, block, name, cache, part)
-    x, cache = mid_block(x, encoder.mid_block, "encoder.mid_block", cache, part)
+
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
+        for i, block in enumerate(encoder.down_blocks):
+            name = f"encoder.down_blocks.{i}"
+            if isinstance(block, ResidualDownBlock):
+                x, cache = residual_down_block(x, block, name, cache, first, part)
+            elif isinstance(block, Resample):
+                x, cache = downsample(x, block, name, cache, first, part)
+            else:
+                x, cache = residual_block(x, block, name, cache, part)
+        return x, cache
+
+    ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
+    x, between = wrap(levels)(x, between, first)
+    x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, part)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
-    return cached_conv(x, encoder.conv_out, "encoder.conv_out", cache, part)
+    x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, part)
+    return x, {**ends, **between}
+
+
+def _apart(cache: Cache, *names: str) -> tuple[Cache, Cache]:
+    """The cache of what these names begin, and the rest."""
+    own = {name: frames for name, frames in cache.items() if name.startswith(names)}
+    return own, {name: frames for name, frames in cache.items() if name not in own}
 
 
 def init_vae(config: VAEConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> VAE:

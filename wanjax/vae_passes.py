@@ -1,7 +1,7 @@
 """How a video goes through the VAE's networks: chunk by chunk, in tiles, over devices; each wraps the same function of one chunk.
 
-A `Step` takes consecutive frames and the cache of those before them, and gives its result and the cache for the next. None
-of the ways through changes what is computed, but for tiles, each of which knows nothing of what lies beyond it.
+None of the ways through changes what is computed, but for tiles, whose edges see zeros beyond them. The networks' middle, where
+every position attends to every other, is never cut in tiles: at the latents' size it is small.
 """
 
 import itertools
@@ -21,9 +21,7 @@ from jaxtyping import Array, Float
 from wanjax.sharding import PictureSplit, split_picture
 from wanjax.vae_blocks import Cache
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_model import VAE, decode_chunk, encode_chunk
-
-Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+from wanjax.vae_model import VAE, Step, decode_chunk, encode_chunk
 
 POSITIONS = 512
 """Latent positions that a chunk has by default: fewer leave the cores of a CPU waiting for weights."""
@@ -48,9 +46,9 @@ def choose_passes(
     stride = config.stride
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is the number of latent frames that go through at a time, at least 1; got {chunk}.")
-    if tile is not None and (tile < 4 * stride or tile % stride):
-        nearest = max(round(tile / stride), 4) * stride
-        raise ValueError(f"tile is a number of pixels, a multiple of {stride} and at least {4 * stride}; got {tile}: try {nearest}.")
+    if tile is not None and (tile < 8 * stride or tile % stride):
+        nearest = max(round(tile / stride), 8) * stride
+        raise ValueError(f"tile is a number of pixels, a multiple of {stride} and at least {8 * stride}; got {tile}: try {nearest}.")
     if tile is not None and mesh is not None:
         raise ValueError("tile and mesh both cut the picture: give one of them.")
     b, _, t, h, w = latents
@@ -62,20 +60,24 @@ def choose_passes(
 
 def decoder_step(weights: VAE, passes: Passes) -> Step:
     """The decoder on consecutive latent frames."""
-    return _wrapped(lambda x, cache, first: decode_chunk(x, weights, cache, first, passes.split), passes, weights.config, 1)
+    wrap = _tiling(passes, weights.config, 1)
+    return _again(lambda x, cache, first: decode_chunk(x, weights, cache, first, passes.split, wrap), passes)
 
 
 def encoder_step(weights: VAE, passes: Passes) -> Step:
     """The encoder on consecutive frames."""
-    cells = weights.config.stride // (weights.config.patch_size or 1)
-    return _wrapped(lambda x, cache, first: encode_chunk(x, weights, cache, first, passes.split), passes, weights.config, cells)
+    wrap = _tiling(passes, weights.config, weights.config.stride // (weights.config.patch_size or 1))
+    return _again(lambda x, cache, first: encode_chunk(x, weights, cache, first, passes.split, wrap), passes)
 
 
-def _wrapped(step: Step, passes: Passes, config: VAEConfig, cells: int) -> Step:
-    """The step as the passes want it; its input has `cells` rows for each latent."""
-    if passes.remat:
-        step = jax.checkpoint(step, static_argnums=2)
-    return step if passes.tile is None else in_tiles(step, passes.tile // config.stride, cells)
+def _again(step: Step, passes: Passes) -> Step:
+    """The step, computed again in the backward pass where that is asked for."""
+    return jax.checkpoint(step, static_argnums=2) if passes.remat else step
+
+
+def _tiling(passes: Passes, config: VAEConfig, cells: int) -> Callable[[Step], Step]:
+    """What makes a step one over tiles where that is asked for; its input has `cells` rows for each latent."""
+    return lambda step: step if passes.tile is None else in_tiles(step, passes.tile // config.stride, cells)
 
 
 def in_chunks(step: Step, head: Float[Array, "b one h w c"], rest: Float[Array, "b t h w c"], size: int) -> Float[Array, "b t2 h2 w2 c2"]:
@@ -118,23 +120,37 @@ def in_tiles(step: Step, size: int, cells: int) -> Step:
     return tiled
 
 
+def overlap(tile: int) -> int:
+    """How many latents two tiles share: a quarter of one, and 8 where that is half of it or less, which is how far a convolution sees."""
+    return max(-(-tile // 4), min(8, tile // 2))
+
+
 def tile_starts(whole: int, tile: int) -> tuple[int, ...]:
-    """Where tiles begin that cover `whole`, evenly spread, each overlapping the next by a quarter at the least."""
-    count = 1 if whole == tile else math.ceil((whole - tile) / (tile - -(-tile // 4))) + 1
+    """Where tiles begin that cover `whole`, evenly spread, each sharing its `overlap` with the next at the least."""
+    count = 1 if whole == tile else math.ceil((whole - tile) / (tile - overlap(tile))) + 1
     return tuple(int(start) for start in np.round(np.linspace(0, whole - tile, count)))
 
 
 def _blended(y: Float[Array, "n b t th tw c"], places: list[tuple[int, int]], size: tuple[int, int], up: int) -> Float[Array, "b t h w c"]:
-    """Tiles put in their places, `up` rows for each latent; where they overlap, each counts the less the nearer its edge is."""
+    """Tiles put in their places, `up` rows for each latent, each weighed by how far inside it a row and a column lie."""
     _, b, t, th, tw, c = y.shape
-    near = lambda length: np.minimum(np.arange(length), np.arange(length)[::-1]) + 1.0
-    weight = np.minimum.outer(near(th), near(tw))[..., None].astype(np.float32)
     h, w = size[0] * up, size[1] * up
     total, weights = jnp.zeros((b, t, h, w, c), jnp.float32), np.zeros((h, w, 1), np.float32)
     for tile, (i, j) in zip(y, places, strict=True):
+        rows, columns = _inside(i * up, th, h, overlap(th // up) * up), _inside(j * up, tw, w, overlap(tw // up) * up)
+        weight = np.minimum.outer(rows, columns)[..., None].astype(np.float32)
         total = total.at[:, :, i * up : i * up + th, j * up : j * up + tw].add(tile.astype(jnp.float32) * weight)
         weights[i * up : i * up + th, j * up : j * up + tw] += weight
     return (total / weights).astype(y.dtype)
+
+
+def _inside(start: int, length: int, whole: int, shared: int) -> np.ndarray:
+    """The weight of each row of a tile: next to nothing near an edge within the picture, 1 from 5/8 of the overlap on."""
+    depth = (np.arange(length) + 0.5 - 3 / 8 * shared) / (shared / 4)
+    ramp = np.clip(depth, 1e-6, 1)
+    first = np.ones(length) if start == 0 else ramp
+    last = np.ones(length) if start + length == whole else ramp[::-1]
+    return np.minimum(first, last)
 
 
 def on_devices(
