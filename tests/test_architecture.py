@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "convert": {"checkpoint", "loading", "tensor_file"},
     # prompt to video
     "pipeline": {"loading", "presets", "sampler", "sharding", "text_encoder", "transformer", "vae"},
-    "cli": {"convert", "pipeline", "presets", "sharding", "video"},
+    "doctor": {"attention", "loading", "sharding", "vae"},
+    "cli": {"convert", "doctor", "pipeline", "presets", "sharding", "video"},
     # programs looked at before they run
     "hlo": set(),
     "chips": set(),

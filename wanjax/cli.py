@@ -1,15 +1,15 @@
-"""The `wanjax` command: generate, info, convert.
+"""The `wanjax` command: generate, info, convert, doctor.
 
 Each subcommand is a function of its parsed arguments that calls the same public functions a Python user would. A
 user's mistake prints one sentence and exits with status 2; a traceback means a fault of ours.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import jax
 from tqdm import tqdm
 
 import wanjax
-from wanjax import convert, pipeline, presets, video
-from wanjax.sharding import AXES, make_mesh
+from wanjax import convert, doctor, pipeline, presets, video
+from wanjax.sharding import AXES, join_processes, make_mesh
 
 _COMPILE_EVENTS = ("/jax/core/compile/", "/jax/compilation_cache/cache_retrieval_time")
 
@@ -35,7 +35,7 @@ class Timings:
         if event.startswith(_COMPILE_EVENTS):
             self.compiling += duration_secs
 
-    @contextmanager
+    @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage, without the compilation inside it."""
         start, compiling = time.perf_counter(), self.compiling
@@ -64,10 +64,13 @@ def run_generate(args: argparse.Namespace) -> int:
     timings = Timings()
     jax.monitoring.register_event_duration_secs_listener(timings.listen)
     start = time.perf_counter()
+    join_processes(args.coordinator, args.num_processes, args.process_id)
+    shows, alone = jax.process_index() == 0, jax.process_count() == 1
+    quiet = args.quiet or not shows
     paths = _output_paths(args.output, len(args.prompt) * args.num_videos)
-    for path in paths:
+    for path in paths if shows else ():
         video.check_writable(path)
-    mesh = make_mesh(**args.mesh) if args.mesh else None
+    mesh = make_mesh(**args.mesh) if args.mesh else None if alone else make_mesh(context=-1)
     with timings.stage("load"):
         wan = wanjax.load(args.model, dtype=args.dtype, mesh=mesh, check_finite=args.check_finite)
     height, width = args.size or (None, None)
@@ -86,12 +89,12 @@ def run_generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         num_videos_per_prompt=args.num_videos,
     )
-    with timings.stage("text"), _bar("text", 1, args.quiet) as bar:
+    with timings.stage("text"), _bar("text", 1, quiet) as bar:
         text = pipeline.embed_prompts(wan, request.prompts)
         negative = pipeline.embed_prompts(wan, request.negative_prompts) if request.guided else None
         jax.block_until_ready((text, negative))
         bar.update()
-    with timings.stage("denoise"), _bar("denoise", request.num_inference_steps, args.quiet) as bar:
+    with timings.stage("denoise"), _bar("denoise", request.num_inference_steps, quiet) as bar:
 
         def progress(step: int, timestep: float, latents: jax.Array) -> None:
             jax.block_until_ready(latents)
@@ -99,21 +102,23 @@ def run_generate(args: argparse.Namespace) -> int:
 
         latents = pipeline.denoise(wan, request, text, negative, callback=progress)
     for i, path in enumerate(paths):
-        with _bar("decode", request.num_frames, args.quiet) as bar:
-            with video.VideoWriter(path, args.fps or wan.preset.fps, metadata=_metadata(wan, request, i)) as writer:
-                frames = pipeline.decode_frames(wan, latents[i], tile=args.tile)
-                while True:
-                    with timings.stage("decode"):
-                        chunk = next(frames, None)
-                    if chunk is None:
-                        break
-                    if "first frame" not in timings.seconds:
-                        timings.seconds["first frame"] = time.perf_counter() - start
-                    with timings.stage("write"):
-                        writer.write(chunk)
-                    bar.update(len(chunk))
-        print(f"wrote {path}")
-    if not args.quiet:
+        frames = pipeline.decode_frames(wan, latents[i], tile=args.tile)
+        with _bar("decode", request.num_frames, quiet) as bar, contextlib.ExitStack() as stack:
+            write = lambda frames: None  # other processes decode their part and leave the file to the first
+            if shows:
+                write = stack.enter_context(video.VideoWriter(path, args.fps or wan.preset.fps, metadata=_metadata(wan, request, i))).write
+            while True:
+                with timings.stage("decode"):
+                    chunk = next(frames, None)
+                if chunk is None:
+                    break
+                timings.seconds.setdefault("first frame", time.perf_counter() - start)
+                with timings.stage("write"):
+                    write(chunk)
+                bar.update(len(chunk))
+        if shows:
+            print(f"wrote {path}")
+    if not quiet:
         first, total = timings.seconds["first frame"], time.perf_counter() - start
         print(f"{timings.summary(request.num_inference_steps)} · first frame after {first:.1f} s, all after {total:.1f} s", file=sys.stderr)
     return 0
@@ -130,6 +135,18 @@ def run_convert(args: argparse.Namespace) -> int:
     convert.convert(args.source, args.target, dtype=args.dtype)
     print(f"wrote {args.target}")
     return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print the machine and check every way of computing on it; status 1 where one is wrong."""
+    print(doctor.describe_machine(), flush=True)
+    wrong = []
+    for check in doctor.run_checks():
+        print(check, flush=True)
+        wrong += [] if check.passed else [check.name]
+    if wrong:
+        print(f"wanjax: {len(wrong)} of these give wrong results on this machine: {'; '.join(wrong)}.", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -199,6 +216,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, else bfloat16)")
     generate.add_argument("--tile", type=int, metavar="PIXELS", help="decode in overlapping tiles of this size, in less memory")
     generate.add_argument("--mesh", type=mesh_sizes, metavar="data=2,context=4", help="devices to use (default: the first)")
+    generate.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, to compute with other processes; on a TPU pod not needed"
+    )
+    generate.add_argument("--num-processes", type=int, help="how many processes there are")
+    generate.add_argument("--process-id", type=int, help="which of them this is; 0 writes the file")
     generate.add_argument("--check-finite", action="store_true", help="look for NaNs and infinities in the weights")
     generate.add_argument("--fps", type=int, help="frames per second of the file (default: the preset's)")
     generate.add_argument("-q", "--quiet", action="store_true", help="no progress, no timings")
@@ -212,6 +234,9 @@ def build_parser() -> argparse.ArgumentParser:
     rewrite.add_argument("source", help="a folder or a single .safetensors file, any naming")
     rewrite.add_argument("target", type=Path, help="the folder to write")
     rewrite.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="store as this dtype (default: as it is)")
+
+    check = commands.add_parser("doctor", help="check every way of computing on the devices at hand")
+    check.set_defaults(run=run_doctor)
 
     return parser
 

@@ -256,6 +256,7 @@ def decode_frames(
     """
     z = vae.denormalize_latents(latents[None], wan.vae.config)
     for frames in vae.decode_stream(z, wan.vae, wan.vae_dtype, uint8=output_type == "uint8", tile=tile, mesh=wan.mesh):
+        frames = _placed(wan, frames)
         if output_type == "uint8":
             yield np.asarray(frames[0])
         else:

@@ -7,6 +7,7 @@ tokens, heads and devices.
 """
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,23 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(f"a mesh has as many places as devices, {len(devices)} here; got {said}: make one of them -1 to fill up.")
     return Mesh(np.array(devices, dtype=object).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def join_processes(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
+    """Make this process one of several that compute together; before anything else asks for a device.
+
+    `coordinator` is the host:port of process 0, the same in all; without one, what a TPU pod or a cluster's scheduler has put
+    into the environment counts, and where that says nothing this is the only process. ValueError for some of the three alone.
+    """
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        if not 0 <= process_id < num_processes:
+            raise ValueError(f"process ids are 0 to {num_processes - 1} of {num_processes} processes; got {process_id}.")
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    elif (coordinator, num_processes, process_id) != (None, None, None):
+        given = f"{coordinator}, {num_processes}, {process_id}"
+        raise ValueError(f"a process that joins others needs coordinator, number of processes and its id; got {given}.")
+    elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        jax.distributed.initialize()
 
 
 # --- weights ---
