@@ -56,7 +56,7 @@ def given(name: str, direction: str, frames: int, size: int) -> np.ndarray:
     return rng.normal(size=(1, config.z_dim, (frames - 1) // 4 + 1, latent, latent)).astype(np.float32)
 
 
-def our_run(vae: VAE, direction: str, array: np.ndarray, chunk: int) -> Run:
+def our_run(vae: VAE, direction: str, array: np.ndarray, chunk: int | None) -> Run:
     """One pass of ours, as a numpy array."""
     x = jnp.asarray(array)
     if direction == "decode":
@@ -82,7 +82,9 @@ def seconds(run: Run) -> float:
     return time.perf_counter() - start
 
 
-def compare(vae: VAE, model: AutoencoderKLWan, name: str, direction: str, frames: int, size: int, runs: int, chunk: int) -> dict[str, Any]:
+def compare(
+    vae: VAE, model: AutoencoderKLWan, name: str, direction: str, frames: int, size: int, runs: int, chunk: int | None
+) -> dict[str, Any]:
     """One row of the table: seconds of each side, in turn, and how far the results are apart."""
     array = given(name, direction, frames, size)
     ours, theirs = our_run(vae, direction, array, chunk), diffusers_run(model, direction, array)
@@ -109,7 +111,7 @@ def resident(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20
 
 
-def peak(side: str, name: str, direction: str, frames: int, size: int, chunk: int) -> float:
+def peak(side: str, name: str, direction: str, frames: int, size: int, chunk: int | None) -> float:
     """GB that one pass adds to the loaded weights, the second pass, so that compiling is not counted."""
     model = diffusers_vae(name)
     array = given(name, direction, frames, size)
@@ -126,7 +128,7 @@ def peak(side: str, name: str, direction: str, frames: int, size: int, chunk: in
     return resident("VmHWM") - before
 
 
-def peak_elsewhere(side: str, row: dict[str, Any], chunk: int) -> float:
+def peak_elsewhere(side: str, row: dict[str, Any], chunk: int | None) -> float:
     """`peak` in a process of its own."""
     case = [side, row["vae"], row["direction"], row["frames"], row["size"], chunk]
     done = subprocess.run([sys.executable, __file__, "--peak", json.dumps(case)], capture_output=True, text=True, check=True)
@@ -150,7 +152,7 @@ def main() -> None:
     parser.add_argument("--frames", nargs="+", type=int, default=[9, 17])
     parser.add_argument("--size", nargs="+", type=int, default=[128, 256])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=1, help="latent frames at a time (ours)")
+    parser.add_argument("--chunk", type=int, help="latent frames at a time (ours; default: what decode and encode choose)")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out, which take a process and a compilation each")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--peak", type=json.loads, help=argparse.SUPPRESS)

@@ -373,7 +373,8 @@ def run(plan: Plan, folder: Path, minutes: float, only: Sequence[str] = PHASES, 
 
     def phase(name: str, weights: Tree, loss: Callable[..., Any], make: Make, rate: float, hold: float) -> Tree:
         amount = (minutes * plan.shares[name], plan.steps) if name in only else (0, None)
-        rng = np.random.default_rng([seed, PHASES.index(name), time.time_ns()])  # another run goes on with other clips
+        # Another run goes on with other clips; a quick one is there to be repeated.
+        rng = np.random.default_rng([seed, PHASES.index(name), 0 if plan.steps else time.time_ns()])
         return train(name, weights, loss, ahead(lambda: make(rng)), minutes=amount[0], steps=amount[1], rate=rate, folder=folder, hold=hold)
 
     def clips(*lengths: int, crop: int | None = None) -> Callable[[np.random.Generator], Batch]:

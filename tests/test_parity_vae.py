@@ -134,20 +134,29 @@ def test_bfloat16_is_no_farther_from_float32_than_diffusers(name):
         assert largest <= their_largest
 
 
-def test_full_width_equals_diffusers():
+def film(data, height, width):
+    """Five frames of a film."""
+    frames = np.stack([frame for frame, _ in zip(iterate_frames(data / "big_buck_bunny_720p.mp4"), range(5), strict=False)])
+    small = jax.image.resize(frames.astype(np.float32) / 127.5 - 1, (5, height, width, 3), "linear")
+    return np.clip(np.asarray(small), -1, 1).transpose(3, 0, 1, 2)[None]
+
+
+def test_full_width_equals_diffusers(data):
+    """Real frames and random latents, which is what the numbers are promised for."""
     vae, model = pair(VAE_2_1)
-    z, video = random_latents(VAE_2_1, 1, frames=2, size=(2, 2)), random_video(VAE_2_1, 2, frames=5, size=(2, 2))
+    z, video = random_latents(VAE_2_1, 1, frames=2, size=(2, 2)), film(data, 64, 64)
+    mean = their_encode(model, video)[0]
+    assert_same_mean(encode(video, vae).mean, mean)
     assert_same_video(decode(z, vae), their_decode(model, z))
-    assert_same_mean(encode(video, vae).mean, their_encode(model, video)[0])
+    exact = their_encode(model, video, torch.float64)[0]
+    assert distance(encode(video, vae).mean, exact) <= 1.5 * distance(mean, exact)
 
 
 def test_real_frames_equal_diffusers(data):
     """Five frames of a film, 48 x 64 pixels; what has structure may show what noise does not."""
     config = CONFIGS["2.1"]
     vae, model = pair(config)
-    frames = np.stack([frame for frame, _ in zip(iterate_frames(data / "big_buck_bunny_720p.mp4"), range(5), strict=False)])
-    small = jax.image.resize(frames.astype(np.float32) / 127.5 - 1, (5, 48, 64, 3), "linear")
-    video = np.clip(np.asarray(small), -1, 1).transpose(3, 0, 1, 2)[None]
+    video = film(data, 48, 64)
     mean = their_encode(model, video)[0]
     assert_same_mean(encode(video, vae).mean, mean)
     assert_same_video(decode(mean.astype(np.float32), vae), their_decode(model, mean))

@@ -73,7 +73,8 @@ def test_quick_training_learns_and_resumes(tmp_path, capsys):
         losses.setdefault(name, []).append(float(loss))
     assert set(losses) == set(phases) - {"latents"}
     assert np.isfinite([loss for values in losses.values() for loss in values]).all()
-    assert losses["crops"][-1] < 0.95 * losses["crops"][0], losses  # a minute is too little to tell the others from their noise
+    # The first value is of a single clip, the others are means of twenty steps; of the other phases sixty say too little.
+    assert losses["crops"][-1] < 0.9 * losses["crops"][1], losses
     train_tiny.main(arguments)
     told = capsys.readouterr().out
     assert "goes on" in told

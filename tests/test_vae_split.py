@@ -104,11 +104,25 @@ def test_only_edges_and_the_attention_s_keys_travel(vae, run, size):
     config = vae.config
     z = random_latents(config, 0, frames=3, size=size)
     x = z if run is _decode else np.zeros((1, 3, 9, size[0] * config.stride, size[1] * config.stride), np.float32)
-    found = collectives(run, x, vae, make_mesh(context=8))
+    assert_little_travels(collectives(run, x, vae, make_mesh(context=8)), config, size)
+
+
+def assert_little_travels(found, config, size):
+    """Edges, and the keys and values of the attention: two gathers for each of the first and the other chunks."""
     assert set(found) == {"collective-permute", "all-gather"}
-    channels = config.base_dim * config.dim_mult[-1] * (1 if config.decoder_base_dim is None else 2)
-    assert max(found["all-gather"]) <= 2 * 4 * channels * size[0] * size[1] * 4
+    channels = (config.decoder_base_dim or config.base_dim) * config.dim_mult[-1]
     assert len(found["all-gather"]) <= 4
+    assert max(found["all-gather"]) <= 2 * 4 * channels * size[0] * size[1] * 4
+
+
+@pytest.mark.tpu
+def test_only_edges_and_keys_travel_on_a_tpu():
+    pytest.importorskip("libtpu")
+    from wanjax.chips import topology_devices
+
+    vae, size = random_vae(SHORT["2.1"]), (8, 6)
+    mesh = make_mesh(data=2, context=4, devices=topology_devices("v6e:2x4"))
+    assert_little_travels(collectives(_decode, random_latents(vae.config, 0, frames=3, size=size), vae, mesh), vae.config, size)
 
 
 def test_tiles_cover_and_overlap():
