@@ -61,8 +61,8 @@ def numbers(said):
 
 def test_generating_and_training_in_two_processes_equal_one(alone, tmp_path):
     said, other = two_processes([*EXAMPLE, "-o", "out"], tmp_path)
-    assert said.startswith("2 processes, 8 devices")
-    assert other == ""
+    assert "2 processes, 8 devices" in said
+    assert "processes" not in other
     assert not (tmp_path / "1" / "out").exists()
     np.testing.assert_allclose(numbers(said), alone[0], atol=2e-6)
     assert len(alone[0]) == 3
