@@ -86,7 +86,8 @@ def decode(
     None of the rest changes what is computed, but for `tile`, and rounding. `chunk` latent frames go through at a time (by
     default few of large pictures, many of small ones): more is faster and takes more memory. `tile` is a number of pixels:
     pictures larger than that go through in overlapping tiles of that size, which are blended, for large
-    pictures in less memory (that of one tile, and the caches of all). `remat` computes each chunk again in the backward pass, for gradients in less memory. `mesh` (of
+    pictures in less memory (that of one tile, and the caches of all).
+    `remat` computes each chunk again in the backward pass, for gradients in less memory. `mesh` (of
     `wanjax.sharding.make_mesh`) cuts videos and pictures into a part for each of its devices.
     """
     vae = as_vae(weights)

@@ -3,7 +3,8 @@
 Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
 program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution. On a CPU it is 2D convolutions of
 frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six, and the gradient of a kernel is
-written as matrix products: the compiler's own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
+written as matrix products: the compiler's own, inside a loop, is a hundred times slower.
+Written so, it is there for reverse mode (`grad`, `vjp`) alone.
 
 Frames may be parts of larger ones that lie on other devices: `Part` says how to see beyond their edges.
 """
