@@ -136,9 +136,6 @@ print(peak() - before - held)
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="open: resident pages, mapped ones of the files included, are up to 3.6 times the largest file over the weights"
-)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_holds_little_beside_the_weights(tmp_path, dtype):
     """At most 1.2 times the largest file over what ends up on the device, here a checkpoint of 200 MB in four files."""

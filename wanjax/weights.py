@@ -6,6 +6,7 @@ walk over a template gives the names and shapes that a file must have (`expected
 (`fill`) and writes them (`to_tensors`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -137,7 +138,7 @@ def _read(entry: Entry, tensors: Mapping[str, Any], dtype: Any, place: Callable[
         return array if sharding is None else jax.device_put(array, sharding)
     dtype = np.asarray(first).dtype if dtype is None else dtype
     if sharding is None:
-        return jnp.asarray(_part(entry, tensors, dtype, tuple(slice(0, size) for size in shape)))
+        return jax.device_put(_part(entry, tensors, dtype, tuple(slice(0, size) for size in shape)))
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -151,15 +152,20 @@ def _read(entry: Entry, tensors: Mapping[str, Any], dtype: Any, place: Callable[
 
 def _part(entry: Entry, tensors: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
     """A slice of a leaf, read layer by layer."""
-    if not entry.stacked:
-        return np.array(entry.to_field(np.asarray(tensors[entry.names[0]]))[index], dtype)
-    names, rest = entry.names[index[0]], index[1:]
-    read = lambda name: entry.to_field(np.asarray(tensors[name]))[rest]
-    head = read(names[0])
-    whole = np.empty((len(names), *head.shape), dtype)
+    names, rest = (entry.names[index[0]], index[1:]) if entry.stacked else (entry.names, index)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, entry.leaf.shape, strict=True))
+    whole = _aligned(shape, dtype)
     for i, name in enumerate(names):
-        whole[i] = read(name) if i else head
+        whole[i if entry.stacked else ...] = entry.to_field(np.asarray(tensors[name]))[rest]
     return whole
+
+
+def _aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
+    """An array of any content that JAX on a CPU takes as it is instead of copying it: what it asks for is 64-byte alignment."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _check_fit(leaves: list[Entry], tensors: Mapping[str, Any], what: str, model: str) -> None:
