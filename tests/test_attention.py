@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wanjax.attention import attention, blocked_attention, finish, merge, nothing, partial_attention, plain_attention
+from wanjax.attention import attention, blocked_attention, finish, merge, nothing, partial_attention, partial_in_blocks, plain_attention
 
 
 def drawn(s, l, seed=0, scale=1.0, heads=3, dim=8, dtype=jnp.float32):
@@ -73,7 +73,7 @@ def test_parts_merge_in_any_order():
 @pytest.mark.parametrize("valid", [0, 1, 13, 16, 17, 40, 45])
 def test_only_valid_keys_count(valid):
     q, k, v = drawn(9, 40)
-    some = jax.jit(lambda q, k, v, n: finish(partial_attention(q, k, v, n, keys=16), q.dtype))(q, k, v, jnp.int32(valid))
+    some = jax.jit(lambda q, k, v, n: finish(partial_in_blocks(q, k, v, n, keys=16), q.dtype))(q, k, v, jnp.int32(valid))
     assert np.isfinite(some).all()
     if valid == 0:
         assert not some.any()

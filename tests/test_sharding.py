@@ -99,9 +99,16 @@ def test_ring_moves_keys_and_values_once_a_hop_and_gathers_nothing():
     ],
 )
 def test_the_way_is_chosen_by_what_divides(devices, heads, kind, way):
-    chosen = choose_way(devices, heads, kind)
+    chosen = choose_way(devices, heads, kind, tokens=4095)
     assert chosen[:2] == way
     assert f"{heads} heads on {devices} devices" in chosen.why
+
+
+def test_many_tokens_go_around_a_ring():
+    chosen = choose_way(8, 40, tokens=9450)
+    assert chosen[:2] == (1, 8)
+    assert "9450 tokens" in chosen.why
+    assert choose_way(8, 40, "2d", tokens=9450)[:2] == (8, 1)
 
 
 def test_ways_and_meshes_that_cannot_be():

@@ -140,10 +140,12 @@ def test_configs_survive_json(config):
 
 def test_rope_turns_time_rows_and_columns_by_their_own_angles():
     rope = rope_table((3, 2, 4), 128)
-    assert rope.cos.shape == (24, 64)
+    assert rope.cos.shape == rope.sin.shape == (24, 128)
     np.testing.assert_allclose(rope.cos[0], 1)
+    np.testing.assert_array_equal(rope.cos[:, :64], rope.cos[:, 64:])
+    np.testing.assert_array_equal(rope.sin[:, :64], -rope.sin[:, 64:])
     last = np.concatenate([2 * 10000.0 ** -(np.arange(22) / 22), 10000.0 ** -(np.arange(21) / 21), 3 * 10000.0 ** -(np.arange(21) / 21)])
-    np.testing.assert_allclose(rope.sin[-1], np.sin(last), atol=1e-6)
+    np.testing.assert_allclose(rope.sin[-1, 64:], np.sin(last), atol=1e-6)
 
 
 @pytest.mark.parametrize(

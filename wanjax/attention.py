@@ -1,18 +1,21 @@
 """Softmax attention as plain functions of (q, k, v).
 
-Models take an `Attend` as an argument and never ask where it runs. `attention` is the default: it writes the scores out
-where they are small and never holds more than a block of them where they are not. Its pieces are here for attention
-over parts of the keys, on this device or from another one: `partial_attention` of each part, `merge`, `finish`.
+Models take an `Attend` as an argument and never ask where it runs. `attention` is the default: the platform's kernel where
+one fits (kernels.py), else it writes the scores out where they are small and never holds more than a block of them where they
+are not. Its pieces are here for attention over parts of the keys, on this device or from another one: `partial_attention`
+of each part, `merge`, `finish`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
+
+from wanjax.kernels import Partial, finish, kernels, merge, on_platform
 
 WRITTEN_OUT = 1 << 26
 """Scores of up to so many numbers (256 MB) are written out whole."""
@@ -35,9 +38,8 @@ def attention(
     """softmax(q k^T / sqrt(d)) v with float32 scores and softmax, in the dtype of q; keys from `valid` on are left out."""
     k, v = k[:, :valid], v[:, :valid]
     b, s, n, _ = q.shape
-    if b * n * s * k.shape[1] <= WRITTEN_OUT:
-        return plain_attention(q, k, v)
-    return blocked_attention(q, k, v)
+    plain = plain_attention if b * n * s * k.shape[1] <= WRITTEN_OUT else blocked_attention
+    return on_platform({platform: kernel.whole for platform, kernel in kernels(q, k).items()}, plain, q, k, v)
 
 
 def plain_attention(q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"]) -> Float[Array, "b s n d"]:
@@ -55,15 +57,7 @@ def blocked_attention(
     Blocks are cut off the whole: what remains is a smaller block, so nothing is padded and nothing is masked.
     """
 
-    return finish(partial_attention(q, k, v, queries=queries, keys=keys), q.dtype)
-
-
-class Partial(NamedTuple):
-    """Attention over some of the keys: the sum of exp(score - top) v, the sum of exp(score - top), and the largest score."""
-
-    out: Float32[Array, "b s n d"]
-    total: Float32[Array, "b s n"]
-    top: Float32[Array, "b s n"]
+    return finish(partial_in_blocks(q, k, v, None, queries, keys), q.dtype)
 
 
 def partial_attention(
@@ -71,13 +65,48 @@ def partial_attention(
     k: Float[Array, "b l n d"],
     v: Float[Array, "b l n d"],
     valid: Int[Array, ""] | None = None,
-    *,
+    before: Partial | None = None,
+) -> Partial:
+    """The part of attention that these keys have, with the part `before` of others; only the first `valid` keys count, maybe none."""
+    fast = {platform: kernel.part for platform, kernel in kernels(q, k).items()}
+    return on_platform(fast, _part, q, k, v, valid, before)
+
+
+def last_attention(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b l n d"],
+    v: Float[Array, "b l n d"],
+    valid: Int[Array, ""] | None = None,
+    before: Partial | None = None,
+) -> Float[Array, "b s n d"]:
+    """`partial_attention` of the last keys, which makes the attention whole."""
+    fast = {platform: kernel.whole for platform, kernel in kernels(q, k).items()}
+    return on_platform(fast, lambda *inputs: finish(_part(*inputs), q.dtype), q, k, v, valid, before)
+
+
+def _part(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b l n d"],
+    v: Float[Array, "b l n d"],
+    valid: Int[Array, ""] | None,
+    before: Partial | None,
+) -> Partial:
+    """`partial_attention` in plain JAX."""
+    part = partial_in_blocks(q, k, v, valid)
+    return part if before is None else merge(before, part)
+
+
+def partial_in_blocks(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b l n d"],
+    v: Float[Array, "b l n d"],
+    valid: Int[Array, ""] | None = None,
     queries: int = QUERIES,
     keys: int = KEYS,
 ) -> Partial:
-    """The part of attention that these keys have, `queries` x `keys` scores at a time; only the first `valid` keys count, maybe none."""
+    """`partial_attention` in plain JAX, `queries` x `keys` scores at a time."""
     if q.shape[1] > queries:
-        return _in_blocks(lambda q: partial_attention(q, k, v, valid, queries=queries, keys=keys), q, queries)
+        return _in_blocks(lambda q: partial_in_blocks(q, k, v, valid, queries, keys), q, queries)
     whole = k.shape[1]
     size = min(keys, whole)
     blocks = whole // size
@@ -103,19 +132,6 @@ def nothing(q: Float[Array, "b s n d"]) -> Partial:
     """Attention over no keys, which merges with any other and changes nothing."""
     zero = q.astype(jnp.float32) * 0
     return Partial(zero, zero[..., 0], jnp.full_like(zero[..., 0], -jnp.inf))
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """The attention over the keys of both; exact, in float32, in any order."""
-    top = jnp.maximum(a.top, b.top)
-    of = lambda part: jnp.where(part.top == -jnp.inf, 0, jnp.exp(part.top - jnp.where(top == -jnp.inf, 0, top)))
-    x, y = of(a), of(b)
-    return Partial(a.out * x[..., None] + b.out * y[..., None], a.total * x + b.total * y, top)
-
-
-def finish(part: Partial, dtype: jnp.dtype) -> Float[Array, "b s n d"]:
-    """The attention of a part that is the whole; zero where there were no keys."""
-    return (part.out / jnp.where(part.total == 0, 1, part.total)[..., None]).astype(dtype)
 
 
 def _some_keys(q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: Int[Array, ""] | None) -> Partial:

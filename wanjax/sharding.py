@@ -9,6 +9,7 @@ tokens, heads and devices.
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -16,12 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
-from wanjax.attention import attention, finish, merge, nothing, partial_attention
+from wanjax.attention import attention, last_attention, partial_attention
 
 AXES = ("data", "fsdp", "context", "tensor")
 Tree = TypeVar("Tree")
@@ -126,16 +128,23 @@ class Way(NamedTuple):
     why: str
 
 
-def choose_way(devices: int, heads: int, kind: str = "auto") -> Way:
-    """The way for so many devices on `context` and heads on each: "ring", "ulysses", "2d" (which "auto" takes), by what divides.
+HIDDEN = 8192
+"""Tokens on a device from which attention over them takes longer than handing its keys and values to a neighbour, on any TPU or GPU."""
 
-    Trading heads moves each of q, k, v and the output once, whatever the number of devices; a ring moves k and v once a device.
-    So as many devices trade heads as the heads divide into, and the rest form rings. ValueError where "ulysses" cannot be.
+
+def choose_way(devices: int, heads: int, kind: str = "auto", tokens: int = 0) -> Way:
+    """The way for so many devices on `context`, heads and `tokens` on each: "ring", "ulysses" or "2d", and "auto" one of these.
+
+    A ring moves k and v once a device, while others are attended to; with many tokens that costs nothing. Trading heads moves q, k, v
+    and the output once, whatever the number of devices, and everybody waits: as many devices trade as the heads divide into, and
+    the rest form rings ("2d"). ValueError where "ulysses" cannot be.
     """
     if kind not in ("auto", "2d", "ring", "ulysses"):
         raise ValueError(f'attention across devices is "auto", "ring", "ulysses" or "2d"; got {kind!r}.')
     if kind == "ulysses" and heads % devices:
         raise ValueError(f'"ulysses" gives each of {devices} devices whole heads, and {heads} heads do not divide: use "auto" or "ring".')
+    if kind == "auto" and tokens >= HIDDEN:
+        return Way(1, devices, f"{tokens} tokens on each of {devices} devices: a ring, hidden behind attention over so many")
     trading = 1 if kind == "ring" else math.gcd(devices, heads)
     why = f"{heads} heads on {devices} devices: {trading} of them trade tokens for heads, in rings of {devices // trading}"
     return Way(trading, devices // trading, why)
@@ -178,25 +187,45 @@ class Layout:
     def _videos(self, batch: int) -> tuple[str, ...] | None:
         return _dividing(self.mesh, batch, ("data", "fsdp"))
 
+    def locally(self, function: Callable[[Array, Tree], Array], x: Shaped[Array, "b s c"], rope: Tree) -> Shaped[Array, "b s c"]:
+        """A function of tokens, their heads in their channels, and of their angles (s, d), by each device of its own."""
+        heads = x.shape[2] // jax.tree.leaves(rope)[0].shape[1]
+        spec = P(self._videos(x.shape[0]), "context", self._heads(heads))
+        angles = P("context", None)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=(spec, angles), out_specs=spec, check_vma=False)(x, rope)
+
     def attend(
         self, q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: int | None = None
     ) -> Float[Array, "b s n d"]:
         """Attention of all tokens over all tokens, each device starting from and ending with its own."""
-        videos, heads = self._videos(q.shape[0]), _dividing(self.mesh, q.shape[2], "tensor")
-        here = q.shape[2] // (self.mesh.shape["tensor"] if heads else 1)
-        way = choose_way(self.mesh.shape["context"], here, self.kind)
-        spec = P(videos, "context", heads, None)
-        local = lambda q, k, v: _attend_across(q, k, v, way, valid)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+        here = q.shape[2] // (self.mesh.shape["tensor"] if self._heads(q.shape[2]) else 1)
+        context = self.mesh.shape["context"]
+        way = choose_way(context, here, self.kind, q.shape[1] // context)
+        return self._attend_locally(partial(_attend_across, way=way, valid=valid), q, k, v, "context")
 
     def cross_attend(
         self, q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: int | None = None
     ) -> Float[Array, "b s n d"]:
         """Attention of each device's tokens over the text, which every device has whole."""
-        videos, heads = self._videos(q.shape[0]), _dividing(self.mesh, q.shape[2], "tensor")
-        tokens, text = P(videos, "context", heads, None), P(videos, None, heads, None)
-        local = partial(attention, valid=valid)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=(tokens, text, text), out_specs=tokens, check_vma=False)(q, k, v)
+        return self._attend_locally(partial(attention, valid=valid), q, k, v, None)
+
+    def _heads(self, count: int) -> tuple[str, ...] | None:
+        return _dividing(self.mesh, count, "tensor")
+
+    def _attend_locally(
+        self,
+        function: Callable[..., Array],
+        q: Float[Array, "b s n d"],
+        k: Float[Array, "b l n d"],
+        v: Float[Array, "b l n d"],
+        keys: str | None,
+    ) -> Float[Array, "b s n d"]:
+        """`function` on every device, of its own queries and of the keys that it has along the axis `keys`."""
+        d, videos, heads = q.shape[3], self._videos(q.shape[0]), self._heads(q.shape[2])
+        local = lambda *qkv: _join(function(*(_split(x, d) for x in qkv)))
+        rows, columns = P(videos, "context", heads), P(videos, keys, heads)
+        across = jax.shard_map(local, mesh=self.mesh, in_specs=(rows, columns, columns), out_specs=rows, check_vma=False)
+        return _split(across(_join(q), _join(k), _join(v)), d)
 
 
 def _attend_across(
@@ -204,11 +233,22 @@ def _attend_across(
 ) -> Float[Array, "b s n d"]:
     """Attention over the tokens of all devices on `context`, inside a `shard_map`; this device holds those of its place in order."""
     groups = [[ring * way.heads + i for i in range(way.heads)] for ring in range(way.ring)]
+    trade = lambda x, cut, joined: _split(
+        lax.all_to_all(_join(x), "context", cut, joined, axis_index_groups=groups, tiled=True), q.shape[3]
+    )
     if way.heads > 1:
-        trade = lambda x: lax.all_to_all(x, "context", 2, 1, axis_index_groups=groups, tiled=True)
-        q, k, v = trade(q), trade(k), trade(v)
+        q, k, v = (trade(x, 2, 1) for x in (q, k, v))
     out = _ring(q, k, v, way, valid) if way.ring > 1 else attention(q, k, v, valid)
-    return lax.all_to_all(out, "context", 1, 2, axis_index_groups=groups, tiled=True) if way.heads > 1 else out
+    return trade(out, 1, 2) if way.heads > 1 else out
+
+
+def _join(x: Float[Array, "b s n d"]) -> Float[Array, "b s c"]:
+    """Heads side by side in the channels, as projections write and read them: in that layout nothing is copied on the way."""
+    return rearrange(x, "b s n d -> b s (n d)")
+
+
+def _split(x: Float[Array, "b s c"], d: int) -> Float[Array, "b s n d"]:
+    return rearrange(x, "b s (n d) -> b s n d", d=d)
 
 
 def _ring(
@@ -217,15 +257,16 @@ def _ring(
     """Keys and values go around the ring, ring - 1 hops; each hop is under way while the keys at hand are attended to."""
     length, place = k.shape[1], lax.axis_index("context") // way.heads
     onward = [(i, (i + way.heads) % (way.heads * way.ring)) for i in range(way.heads * way.ring)]
-    total = nothing(q)
+    total = None
     for hop in range(way.ring):
-        last = hop == way.ring - 1
-        coming = (k, v) if last else lax.ppermute((k, v), "context", onward)
         owner = (place - hop) % way.ring
         counted = None if valid is None else valid - owner * length
-        total = merge(total, partial_attention(q, k, v, counted))
-        k, v = coming
-    return finish(total, q.dtype)
+        if hop == way.ring - 1:
+            return last_attention(q, k, v, counted, total)
+        coming = lax.ppermute((_join(k), _join(v)), "context", onward)
+        total = partial_attention(q, k, v, counted, total)
+        k, v = (_split(x, q.shape[3]) for x in coming)
+    raise AssertionError("a ring has at least one device")
 
 
 # --- pictures ---

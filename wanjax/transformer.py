@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from wanjax.attention import Attend, attention
+from wanjax.kernels import on_platform, rotations
 from wanjax.layers import LayerNorm, Linear, RMSNorm, gelu, init_linear, layer_norm, linear, rms_norm, silu
 from wanjax.weights import Sizes, stored
 
@@ -193,6 +194,16 @@ class Transformer(eqx.Module):
     config: TransformerConfig = eqx.field(static=True)
 
 
+class Rope(NamedTuple):
+    """Cosine and sine of every token's angles, for both halves of a head; the first half's sine is negative.
+
+    Float32, since bfloat16 would round position 257 to 256.
+    """
+
+    cos: Float32[Array, "s d"]
+    sin: Float32[Array, "s d"]
+
+
 @runtime_checkable
 class Layout(Protocol):
     """How rows of tokens and a block's weights lie on devices, and attention between them; `wanjax.sharding` has one."""
@@ -205,6 +216,10 @@ class Layout(Protocol):
         """The same weights as a device computes with them."""
         ...
 
+    def locally(self, function: Callable[[Array, Rope], Array], x: Array, rope: Rope) -> Array:
+        """A function of tokens, heads side by side in their channels, and of their angles, by each device of its own."""
+        ...
+
     attend: Attend
     cross_attend: Attend
 
@@ -215,13 +230,6 @@ class Modulation(NamedTuple):
     shift: Float32[Array, "b #s c"]
     scale: Float32[Array, "b #s c"]
     gate: Float32[Array, "b #s c"]
-
-
-class Rope(NamedTuple):
-    """Cosine and sine of every token's angles; float32, since bfloat16 would round position 257 to 256."""
-
-    cos: Float32[Array, "s half"]
-    sin: Float32[Array, "s half"]
 
 
 def transformer_sizes(config: TransformerConfig) -> Sizes:
@@ -270,17 +278,17 @@ def velocity(
     modulation = rearrange(linear(silu(time), embedder.time_proj), "b s (six c) -> six b s c", six=6)
     text = two_layers(text, embedder.text_embedder, gelu)
     rope = rope_table(grid, config.attention_head_dim)
-    tokens = x.shape[1]
+    tokens, turn = x.shape[1], rotate
     if layout is not None:
         x, rope = layout.rows(x, 1, 0), Rope(*(layout.rows(table, 0) for table in rope))
         time, modulation = (y if y.shape[-2] == 1 else layout.rows(y, y.ndim - 2, y.ndim - 3) for y in (time, modulation))
-        attend, cross_attend = layout.attend, layout.cross_attend
+        attend, cross_attend, turn = layout.attend, layout.cross_attend, partial(layout.locally, rotate)
     if x.shape[1] > tokens:
         attend = partial(attend, valid=tokens)
 
     def step(x: Float[Array, "b s c"], block: Block) -> tuple[Float[Array, "b s c"], None]:
         block = block if layout is None else layout.block(block)
-        return apply_block(x, block, text, modulation, rope, config, attend, cross_attend), None
+        return apply_block(x, block, text, modulation, partial(turn, rope=rope), config, attend, cross_attend), None
 
     if remat:
         step = jax.checkpoint(step, policy=None if remat is True else remat)
@@ -296,7 +304,7 @@ def apply_block(
     block: Block,
     text: Float[Array, "b l c"],
     modulation: Float[Array, "six b #s c"],
-    rope: Rope,
+    turn: Callable[[Array], Array],
     config: TransformerConfig,
     attend: Attend,
     cross_attend: Attend,
@@ -307,20 +315,20 @@ def apply_block(
     gated = lambda x, y, gate: (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
     modulated = lambda x, m: (layer_norm(x, config.eps) * (1 + m.scale) + m.shift).astype(x.dtype)
 
-    x = gated(x, self_attention(modulated(x, first), block.attn1, rope, config, attend), first.gate)
+    x = gated(x, self_attention(modulated(x, first), block.attn1, turn, config, attend), first.gate)
     x = x + cross_attention(layer_norm(x, config.eps, block.norm2).astype(x.dtype), text, block.attn2, config, cross_attend)
     hidden = gelu(linear(modulated(x, second), block.ffn.up))
     return gated(x, linear(hidden, block.ffn.down), second.gate)
 
 
 def self_attention(
-    x: Float[Array, "b s c"], weights: SelfAttention, rope: Rope, config: TransformerConfig, attend: Attend
+    x: Float[Array, "b s c"], weights: SelfAttention, turn: Callable[[Array], Array], config: TransformerConfig, attend: Attend
 ) -> Float[Array, "b s c"]:
-    """Attention of the tokens over themselves; q and k are normed over all heads together, then rotated."""
+    """Attention of the tokens over themselves; q and k are normed over all heads together, then turned by their tokens' angles."""
     heads = lambda y: rearrange(y, "b s (n d) -> b s n d", n=config.num_attention_heads)
-    q = rotate(heads(rms_norm(linear(x, weights.to_q), weights.norm_q, config.eps)), rope)
-    k = rotate(heads(rms_norm(linear(x, weights.to_k), weights.norm_k, config.eps)), rope)
-    out = attend(q, k, heads(linear(x, weights.to_v)))
+    q = turn(rms_norm(linear(x, weights.to_q), weights.norm_q, config.eps))
+    k = turn(rms_norm(linear(x, weights.to_k), weights.norm_k, config.eps))
+    out = attend(heads(q), heads(k), heads(linear(x, weights.to_v)))
     return linear(rearrange(out, "b s n d -> b s (n d)"), weights.to_out)
 
 
@@ -363,14 +371,21 @@ def rope_table(grid: tuple[int, ...], head_dim: int) -> Rope:
         spread = [jnp.broadcast_to(axis, (*grid, axis.shape[-1])) for axis in axes]
         return rearrange(jnp.concatenate(spread, axis=-1), "t h w half -> (t h w) half")
 
-    return Rope(over_grid(np.cos), over_grid(np.sin))
+    cos, sin = over_grid(np.cos), over_grid(np.sin)
+    return Rope(jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
 
 
-def rotate(x: Float[Array, "b s n d"], rope: Rope) -> Float[Array, "b s n d"]:
-    """Each pair (channel j, channel j + d/2) turned by its angle, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rope.cos[:, None], rope.sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
+def rotate(x: Float[Array, "b s c"], rope: Rope) -> Float[Array, "b s c"]:
+    """Each pair of a head (channel j, channel j + d/2) turned by its token's angle, in float32."""
+
+    def plain(x: Float[Array, "b s c"], cos: Float32[Array, "s d"], sin: Float32[Array, "s d"]) -> Float[Array, "b s c"]:
+        half = cos.shape[-1] // 2
+        first, second = rearrange(x.astype(jnp.float32), "b s (n two half) -> two b s n half", two=2, half=half)
+        cos, sin = cos[:, None, :half], sin[:, None, half:]
+        turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-2)
+        return rearrange(turned.astype(x.dtype), "b s n two half -> b s (n two half)")
+
+    return on_platform(rotations(x, rope.cos), plain, x, *rope)
 
 
 def check_inputs(
