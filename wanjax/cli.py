@@ -6,6 +6,7 @@ user's mistake prints one sentence and exits with status 2; a traceback means a 
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -149,6 +150,31 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def run_plan(args: argparse.Namespace) -> int:
+    """Print what a video costs on a TPU slice; status 1 where it cannot be made there."""
+    from wanjax import plan  # brings libtpu's settings into the environment, which nothing else wants
+
+    height, width = args.size or (None, None)
+    options = {"height": height, "width": width, "num_frames": args.frames, "num_inference_steps": args.steps}
+    options |= {"dtype": args.dtype, "attention": args.attention}
+    try:
+        if args.mesh:
+            plans = [plan.plan(args.model, args.topology, args.mesh, **options)]
+        else:
+            plans = plan.compare(args.model, args.topology, **options)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if args.json:
+        print(json.dumps([p.to_dict() for p in plans], indent=2))
+    else:
+        print("\n\n".join(map(str, plans)))
+        if len(plans) > 1:
+            print("\nmeshes, the best first: " + "; ".join(plan.summary(p) for p in plans))
+    if not plans[0].fits:
+        print(f"wanjax: {plans[0].model} does not fit: {plans[0].reason}", file=sys.stderr)
+    return 0 if plans[0].fits else 1
+
+
 def mesh_sizes(text: str) -> dict[str, int]:
     """Mesh axes and their sizes from data=2,context=4."""
     try:
@@ -234,6 +260,18 @@ def build_parser() -> argparse.ArgumentParser:
     rewrite.add_argument("source", help="a folder or a single .safetensors file, any naming")
     rewrite.add_argument("target", type=Path, help="the folder to write")
     rewrite.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="store as this dtype (default: as it is)")
+
+    cost = commands.add_parser("plan", help="say what a video costs on a TPU slice, without one")
+    cost.set_defaults(run=run_plan)
+    cost.add_argument("model", help=f"a preset ({', '.join(presets.PRESETS)}), folder or hub id; weights are not read")
+    cost.add_argument("--topology", required=True, metavar="v6e:2x4", help="TPU generation and shape: v5e, v5p, v6e, tpu7x")
+    cost.add_argument("--size", type=size, metavar="WxH", help="width x height in pixels")
+    cost.add_argument("--frames", type=int, help="number of frames, 4 n + 1")
+    cost.add_argument("--steps", type=int, help="denoising steps")
+    cost.add_argument("--mesh", type=mesh_sizes, metavar="data=2,context=4", help="one mesh (default: try several and rank them)")
+    cost.add_argument("--attention", choices=("auto", "ring", "ulysses", "2d"), default="auto", help="across devices")
+    cost.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="compute dtype (default: %(default)s)")
+    cost.add_argument("--json", action="store_true", help="print plain numbers")
 
     check = commands.add_parser("doctor", help="check every way of computing on the devices at hand")
     check.set_defaults(run=run_doctor)

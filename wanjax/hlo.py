@@ -36,6 +36,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -351,6 +352,12 @@ def flops(instruction: Instruction, where: Computation) -> float:
         )  # fmt: skip
     batch = left[lhs.index("b")] // (int(groups.group(1)) if groups else 1)
     return 2.0 * batch * out[result.index("f")] * right[rhs.index("i")] * pairs
+
+
+def kernel_flops(instruction: Instruction) -> float:
+    """Floating-point operations that a hand-written kernel says it needs; 0 where it says nothing."""
+    found = _KERNEL_FLOPS.search(instruction.text)
+    return float(found.group(1)) if found else 0.0
 
 
 def category(instruction: Instruction, module: Module) -> str:

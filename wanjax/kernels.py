@@ -269,6 +269,7 @@ def rotate(
         in_specs=[tokens, tables, tables],
         out_specs=tokens,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(flops=3 * x.size, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize + 8 * cos.size),
         interpret=interpret,
         name="rotate",
     )(x, cos, sin)

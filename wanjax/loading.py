@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 
 from wanjax import checkpoint, sharding, text_encoder, transformer, weights
 from wanjax.presets import PRESETS, TINY, Preset, preset_for
-from wanjax.text_encoder import TextEncoder, TextEncoderConfig, init_text_encoder
+from wanjax.text_encoder import UMT5_XXL, TextEncoder, TextEncoderConfig, init_text_encoder
 from wanjax.transformer import Transformer, TransformerConfig, init_transformer
-from wanjax.vae_config import VAEConfig, config_from_shapes
+from wanjax.vae_config import VAE_2_1, VAE_2_2, VAEConfig, config_from_shapes
 from wanjax.vae_model import VAE, init_vae
 
 
@@ -326,6 +326,21 @@ def preset_of(path_or_repo_or_preset: str | Path) -> Preset:
     architecture = TransformerConfig.from_json(checkpoint.read_json(source, "transformer/config.json"))
     index, scheduler = (checkpoint.read_json(source, name) for name in ("model_index.json", "scheduler/scheduler_config.json"))
     return preset_for(architecture, index, scheduler)
+
+
+def read_configs(path_or_repo_or_preset: str | Path) -> tuple[Preset, dict[str, Any]]:
+    """A model's preset and the configs of its `text_encoder`, `transformer` and `vae`; of a public checkpoint without opening it."""
+    preset = PRESETS.get(str(path_or_repo_or_preset))
+    if preset is not None and preset.architecture is not None:
+        latents = preset.architecture.in_channels
+        return preset, {
+            "text_encoder": UMT5_XXL,
+            "transformer": preset.architecture,
+            "vae": VAE_2_2 if latents == VAE_2_2.z_dim else VAE_2_1,
+        }
+    source = resolve(path_or_repo_or_preset)
+    parts = {part.folder: _config(part, checkpoint.open_checkpoint(source, part.folder)) for part in (_TEXT_ENCODER, _TRANSFORMER, _VAE)}
+    return preset_of(path_or_repo_or_preset), parts
 
 
 def identify(opened: checkpoint.Checkpoint) -> tuple[_Component, Any]:

@@ -198,9 +198,7 @@ class Layout:
         self, q: Float[Array, "b s n d"], k: Float[Array, "b l n d"], v: Float[Array, "b l n d"], valid: int | None = None
     ) -> Float[Array, "b s n d"]:
         """Attention of all tokens over all tokens, each device starting from and ending with its own."""
-        here = q.shape[2] // (self.mesh.shape["tensor"] if self._heads(q.shape[2]) else 1)
-        context = self.mesh.shape["context"]
-        way = choose_way(context, here, self.kind, q.shape[1] // context)
+        way = self.way(q.shape[1], q.shape[2])
         return self._attend_locally(partial(_attend_across, way=way, valid=valid), q, k, v, "context")
 
     def cross_attend(
@@ -208,6 +206,12 @@ class Layout:
     ) -> Float[Array, "b s n d"]:
         """Attention of each device's tokens over the text, which every device has whole."""
         return self._attend_locally(partial(attention, valid=valid), q, k, v, None)
+
+    def way(self, tokens: int, heads: int) -> Way:
+        """How attention of so many tokens and heads crosses `context`."""
+        context = self.mesh.shape["context"]
+        here = heads // (self.mesh.shape["tensor"] if self._heads(heads) else 1)
+        return choose_way(context, here, self.kind, -(-tokens // context))
 
     def _heads(self, count: int) -> tuple[str, ...] | None:
         return _dividing(self.mesh, count, "tensor")

@@ -86,6 +86,10 @@ UMT5_XXL = TextEncoderConfig(vocab_size=256384, d_model=4096, d_kv=64, d_ff=1024
 """The text encoder of every Wan 2.1 and 2.2 model: 5.7 B parameters."""
 
 
+UMT5_XXL = TextEncoderConfig(vocab_size=256384, d_model=4096, d_ff=10240, num_layers=24, num_heads=64)
+"""The encoder of every Wan checkpoint."""
+
+
 class Embedding(eqx.Module):
     """A table of rows to look up."""
 
