@@ -40,13 +40,28 @@ ALLOWED: dict[str, set[str]] = {
     # prompt to video
     "pipeline": {"loading", "presets", "sampler", "sharding", "text_encoder", "transformer", "vae"},
     "doctor": {"attention", "loading", "sharding", "vae"},
-    "cli": {"convert", "doctor", "pipeline", "presets", "sharding", "video"},
+    "cli": {"convert", "doctor", "pipeline", "plan", "presets", "sharding", "video"},
     # programs looked at before they run
     "hlo": set(),
     "chips": set(),
     "program": {"hlo"},
     "flops": {"text_encoder", "transformer", "vae"},
-    "plan": {"chips", "program"},
+    "plan": {
+        "checkpoint",
+        "chips",
+        "flops",
+        "loading",
+        "pipeline",
+        "presets",
+        "program",
+        "sampler",
+        "sharding",
+        "text_encoder",
+        "transformer",
+        "vae",
+        "vae_model",
+        "vae_passes",
+    },
 }
 
 

@@ -1,5 +1,9 @@
 """The analyser against programs whose cost is known by hand, and the plan of small models."""
 
+import json
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wanjax.program import analyse, analyse_text
+from wanjax.chips import CHIPS, topology_devices
+from wanjax.cli import main
+from wanjax.flops import transformer_flops
+from wanjax.loading import read_configs, shardings
+from wanjax.plan import candidates
+from wanjax.program import analyse, analyse_text, compile_and_analyse
+from wanjax.sharding import Layout, make_mesh
+from wanjax.transformer import T2V_14B, init_transformer, velocity
 
 
 def cpu_mesh() -> Mesh:
@@ -111,8 +122,6 @@ def test_text_without_a_program_is_refused():
 @pytest.fixture(scope="module")
 def v6e() -> Mesh:
     pytest.importorskip("libtpu")
-    from wanjax.plan import topology_devices
-
     return Mesh(np.array(topology_devices("v6e:2x4")), ("x",))
 
 
@@ -143,3 +152,77 @@ def test_tpu_gather_waits(v6e):
     report = analyse(jax.jit(gathered(v6e)).lower(x, w).compile())
     (gather,) = report.collectives
     assert (gather.kind, gather.group, gather.bytes, gather.asynchronous) == ("all-gather", 8, 2 * 8192 * 2048, False)
+
+
+# --- programs of models ---
+
+
+@pytest.mark.tpu
+def test_two_layers_of_14b_on_eight_chips_are_a_good_program():
+    """720p, 81 frames, both branches of guidance: what 40 layers cost is 20 times the loop, and a little at the ends."""
+    pytest.importorskip("libtpu")
+    mesh = make_mesh(data=2, context=4, devices=topology_devices("v6e:2x4"))
+    config = replace(T2V_14B, num_layers=2)
+    template = jax.eval_shape(lambda: init_transformer(config, jax.random.key(0), jnp.bfloat16))
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    weights = jax.tree.map(place, template, shardings(template, mesh))
+    given = [((2, 16, 21, 90, 160), jnp.float32), ((2,), jnp.float32), ((2, 512, 4096), jnp.bfloat16)]
+    inputs = [jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, P())) for x in given]
+    lowered = jax.jit(partial(velocity, layout=Layout(mesh))).lower(*inputs, weights)
+    _, report = compile_and_analyse(lowered)
+    assert report.cycles <= 9e7  # measured 8.5e7, of which the ends 0.4e7
+    assert report.share("matmul") >= 0.7
+    assert report.share("copy") <= 0.05
+    formula = transformer_flops(config, 75600)
+    assert report.flops == pytest.approx(2 * formula.products / 8, rel=0.02)
+    assert report.kernel_flops == pytest.approx(2 * formula.attention / 8, rel=0.01)
+    hops = [c for c in report.collectives if c.kind == "collective-permute" and c.bytes > 1e6]
+    assert sum(c.trips for c in hops) == 2 * 3 * 2  # layers, hops around four devices, keys and values
+    assert all(c.bytes == 18900 * 5120 * 2 and c.asynchronous and c.hidden_kernels for c in hops)
+    assert report.memory.peak < 3e9
+
+
+@pytest.mark.tpu
+def test_plan_of_the_tiny_model(capsys):
+    pytest.importorskip("libtpu")
+    assert main(["plan", "tiny", "--topology", "v6e:2x2", "--mesh", "context=4", "--steps", "7", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["fits"], told["devices"], told["mesh"]["context"]) == (True, 4, 4)
+    assert [(p["name"], p["runs"]) for p in told["programs"]] == [("text", 1), ("denoise step", 7), ("VAE, first", 1), ("VAE, later", 4)]
+    step = told["programs"][1]
+    assert 1 <= (step["flops"] + step["kernel_flops"]) / step["analytic_flops"] < 3  # every device has all of the text
+    assert 0 < step["roofline_seconds"] <= step["compiler_seconds"]
+    assert told["seconds"] == pytest.approx(sum(p["runs"] * p["compiler_seconds"] for p in told["programs"]))
+
+
+@pytest.mark.tpu
+def test_what_does_not_fit_is_said_with_status_1(monkeypatch, capsys):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr("wanjax.plan.chip_of", lambda topology: replace(CHIPS["v6e"], hbm=1e6))
+    assert main(["plan", "tiny", "--topology", "v6e:2x2", "--mesh", "context=4"]) == 1
+    shown = capsys.readouterr()
+    assert "does not fit: text needs 0.0" in shown.out
+    assert "more devices" in shown.err
+
+
+def test_a_plan_without_libtpu_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plan", "tiny", "--topology", "v6e:2x2"]) == 2
+    assert 'pip install "wanjax[tpu]"' in capsys.readouterr().err
+
+
+def test_meshes_that_are_compared():
+    assert candidates(8, guided=True, heads=40) == [
+        {"data": 2, "context": 4, "tensor": 1},
+        {"data": 2, "context": 2, "tensor": 2},
+        {"data": 1, "context": 8, "tensor": 1},
+        {"data": 1, "context": 4, "tensor": 2},
+    ]
+    assert candidates(4, guided=False, heads=3) == [{"data": 1, "context": 4, "tensor": 1}]
+
+
+def test_configs_of_public_checkpoints_need_no_file():
+    preset, configs = read_configs("ti2v-5b")
+    assert preset.name == "ti2v-5b"
+    assert (configs["vae"].z_dim, configs["transformer"].in_channels, configs["text_encoder"].d_model) == (48, 48, 4096)
+    assert read_configs("tiny")[1]["transformer"].width < 1000

@@ -235,7 +235,7 @@ def compare(model: str, topology: str, **options: Any) -> list[Plan]:
 
 def _outline(model: str, dtype: DTypeLike) -> Wan:
     """A model of shapes alone; its tokenizer knows no word."""
-    preset, configs = read_configs(model)
+    preset, configs, dtype = *read_configs(model), jnp.dtype(dtype)
     shape = lambda init, config, dtype: jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
     transformer = shape(init_transformer, configs["transformer"], dtype)
     return Wan(
@@ -306,7 +306,7 @@ def _held(module: Any, mesh: Mesh) -> int:
     return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in parts)
 
 
-def _too_large(name: str, error: jax.errors.JaxRuntimeError, chip: Chip) -> str:
+def _too_large(name: str, error: RuntimeError, chip: Chip) -> str:
     """Why the compiler gave up, as a sentence; any other error is raised again."""
     found = re.search(r"Used ([\d.]+\w?) of ([\d.]+\w?) hbm", str(error))
     if found is None:
