@@ -1,4 +1,4 @@
-"""The `wanjax` command: generate, info, convert, doctor.
+"""The `wanjax` command: generate, info, convert, plan, doctor.
 
 Each subcommand is a function of its parsed arguments that calls the same public functions a Python user would. A
 user's mistake prints one sentence and exits with status 2; a traceback means a fault of ours.
