@@ -9,6 +9,8 @@ growth of the resident set over that of the loaded weights. Compile seconds are 
 """
 
 import argparse
+import ctypes
+import gc
 import itertools
 import json
 import platform
@@ -122,6 +124,9 @@ def peak(side: str, name: str, direction: str, frames: int, size: int, chunk: in
         run()
     else:
         run = diffusers_run(model, direction, array)
+    del array
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the first pass has freed would hide what the second one takes
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
     before = resident("VmRSS")
     run()

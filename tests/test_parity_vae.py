@@ -52,17 +52,30 @@ def distance(a, b):
     return np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
 
 
-def assert_same_video(ours, video):
+def assert_same_video(ours, video, exact=None):
     """The numbers that are promised of a float32 decode: PSNR over [-1, 1] and the largest error."""
-    error = np.asarray(ours, np.float64) - video
-    assert 10 * np.log10(4 / np.mean(error**2)) >= 131
-    assert np.abs(error).max() <= 1.7e-5
+    assert_promised(root_mean_square, 2 * 10 ** (-131 / 20), ours, video, exact)
+    assert np.abs(ours - video).max() <= 1.7e-5
 
 
-def assert_same_mean(ours, mean):
+def assert_same_mean(ours, mean, exact=None):
     """The numbers that are promised of a float32 encode."""
-    assert distance(ours, mean) <= 1.3e-6
+    assert_promised(distance, 1.3e-6, ours, mean, exact)
     assert np.abs(ours - mean).max() <= 2.2e-5
+
+
+def root_mean_square(a, b):
+    return np.sqrt(np.mean(np.square(np.asarray(a, np.float64) - b)))
+
+
+def assert_promised(measure, promised, ours, other, exact):
+    """An error against diffusers' float32, and against the exact answer, if given, about as small as diffusers' own.
+
+    On a CPU without AVX-512 diffusers' own may be larger than what is promised (1.5e-6 of an encode): then twice that is the limit.
+    """
+    own = 0 if exact is None else measure(other, exact)
+    assert measure(ours, other) <= (promised if own <= 0.75 * promised else 2 * own)
+    assert exact is None or measure(ours, exact) <= 1.5 * own
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -145,11 +158,9 @@ def test_full_width_equals_diffusers(data):
     """Real frames and random latents, which is what the numbers are promised for."""
     vae, model = pair(VAE_2_1)
     z, video = random_latents(VAE_2_1, 1, frames=2, size=(2, 2)), film(data, 64, 64)
-    mean = their_encode(model, video)[0]
-    assert_same_mean(encode(video, vae).mean, mean)
-    assert_same_video(decode(z, vae), their_decode(model, z))
-    exact = their_encode(model, video, torch.float64)[0]
-    assert distance(encode(video, vae).mean, exact) <= 1.5 * distance(mean, exact)
+    mean, decoded = their_encode(model, video)[0], their_decode(model, z)
+    assert_same_mean(encode(video, vae).mean, mean, their_encode(model, video, torch.float64)[0])
+    assert_same_video(decode(z, vae), decoded, their_decode(model, z, torch.float64))
 
 
 def test_real_frames_equal_diffusers(data):
