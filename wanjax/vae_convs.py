@@ -2,15 +2,15 @@
 
 Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
 program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution. On a CPU it is 2D convolutions of
-frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six, and the gradient of a kernel is
-written as matrix products: the compiler's own, inside a loop, is a hundred times slower.
-Written so, it is there for reverse mode (`grad`, `vjp`) alone.
+frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six; with many channels two rows from four,
+too, or one matrix product where there are few positions. The gradient of a kernel is written as matrix products: the compiler's
+own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
 
 Frames may be parts of larger ones that lie on other devices: `Part` says how to see beyond their edges.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import equinox as eqx
@@ -26,6 +26,8 @@ from wanjax.weights import stored
 Sides = tuple[int, int]  # rows above and below, or columns to the left and right
 Padding = tuple[Sides, Sides]
 _NO_PADDING: Padding = ((0, 0), (0, 0))
+WIDE, FEW = 512, 128
+"""On a CPU: channels from which rows, too, are convolved two from four, and positions up to which a convolution is one product."""
 
 
 class CausalConv3d(eqx.Module):
@@ -97,16 +99,18 @@ def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None 
     small picture with summed taps (in float32), and all four are one with four times the channels, cut at four places.
     """
     x, padding = _surrounded(x, ((1, 1), (1, 1)), part)
-    kernel = jnp.einsum("irk,jcl,klyx->rcyijx", _TAPS, _TAPS, conv.weight.astype(jnp.float32), precision="highest")
-    kernel = rearrange(kernel, "r c cin i j cout -> r c cin (i j cout)").astype(x.dtype)
+    by_row = jnp.stack(_doubled(conv.weight.astype(jnp.float32)), axis=2)
+    kernel = jnp.stack(_doubled(jnp.moveaxis(by_row, 1, 0)), axis=4)
+    kernel = rearrange(kernel, "c r i cin j cout -> r c cin (i j cout)").astype(x.dtype)
     y = rearrange(_each_frame(x, kernel, padding), "b t h w (i j c) -> b t h w i j c", i=2, j=2)
     h, w = y.shape[2] - 1, y.shape[3] - 1
     rows = [jnp.stack([y[:, :, i : i + h, j : j + w, i, j] for j in range(2)], axis=4) for i in range(2)]
     return rearrange(jnp.stack(rows, axis=3), "b t h i w j c -> b t (h i) (w j) c") + conv.bias
 
 
-# Of a doubled pair of rows, which taps fall on the small row before and the one at hand (even), at hand and the next (odd).
-_TAPS = np.array([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], np.float32)
+def _doubled(taps: Float[Array, "3 *kernel"]) -> tuple[Float[Array, "2 *kernel"], Float[Array, "2 *kernel"]]:
+    """Three taps at the first copy of a doubled row, on the row before and the row itself; and at the second, on itself and the next."""
+    return jnp.stack([taps[0], taps[1] + taps[2]]), jnp.stack([taps[0] + taps[1], taps[2]])
 
 
 def _centred(kernel: Sequence[int]) -> Padding:
@@ -137,22 +141,58 @@ def _causal_by_frames(
     dtype, taps = x.dtype, kernel.shape[0]
     x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     count = (x.shape[1] - taps) // stride + 1
+    wide = kernel.shape[3] >= WIDE and kernel.shape[1] == 3
+    if wide and stride == 1 and x.shape[0] * count * x.shape[2] * x.shape[3] <= FEW:
+        return _causal_as_product(x, kernel, padding).astype(dtype)
+    conv = functools.partial(_rows if wide else _frames, padding=padding)
     pairs = count // 2 if taps == 3 and stride == 1 else 0
     parts = []
     if pairs:
-        a, b, c, d = (x[:, i : i + 2 * pairs - 1 : 2] for i in range(4))
-        outer, middle = kernel[0] + kernel[2], kernel[1]
-        first, last = _frames(a - c, kernel[0], padding), _frames(b - d, kernel[2], padding)
-        plus = _frames(b + c, (outer + middle) / 2, padding)
-        minus = _frames(c - b, (outer - middle) / 2, padding)
-        both = jnp.stack([first + plus + minus, plus - minus - last], axis=2)
-        parts.append(rearrange(both, "b t two h w c -> b (t two) h w c"))
+        both = _two_of_four([x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, conv)
+        parts.append(rearrange(jnp.stack(both, axis=2), "b t two h w c -> b (t two) h w c"))
     if rest := count - 2 * pairs:
         begin = 2 * pairs
         shifted = (x[:, begin + tap : begin + tap + stride * (rest - 1) + 1 : stride] for tap in range(taps))
-        parts.append(functools.reduce(jnp.add, [_frames(frames, tap, padding) for frames, tap in zip(shifted, kernel, strict=True)]))
+        parts.append(functools.reduce(jnp.add, [conv(frames, tap) for frames, tap in zip(shifted, kernel, strict=True)]))
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
     return y.astype(dtype)
+
+
+def _two_of_four(
+    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array], Array]
+) -> tuple[Array, Array]:
+    """Of four neighbours a, b, c, d what three taps make of (a, b, c) and of (b, c, d), in four products: Winograd's F(2, 3)."""
+    a, b, c, d = inputs
+    outer, middle = taps[0] + taps[2], taps[1]
+    first, last = conv(a - c, taps[0]), conv(b - d, taps[2])
+    plus, minus = conv(b + c, (outer + middle) / 2), conv(c - b, (outer - middle) / 2)
+    return first + plus + minus, plus - minus - last
+
+
+def _rows(x: Float[Array, "b t h w cin"], kernel: Float[Array, "3 kw cin cout"], padding: Padding) -> Float[Array, "b t h2 w2 cout"]:
+    """A convolution of every frame, two rows from four by convolutions of single rows, where there are so many rows."""
+    rows, columns = padding
+    x = jnp.pad(x, ((0, 0), (0, 0), rows, (0, 0), (0, 0)))
+    pairs, rest = divmod(x.shape[2] - 2, 2)
+    single = lambda x, tap: _frames(x, tap[None], (_NO_PADDING[0], columns))
+    parts = []
+    if pairs:
+        both = _two_of_four([x[:, :, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, single)
+        parts.append(rearrange(jnp.stack(both, axis=3), "b t h two w c -> b t (h two) w c"))
+    if rest:
+        parts.append(_frames(x[:, :, 2 * pairs :], kernel, (_NO_PADDING[0], columns)))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
+
+
+def _causal_as_product(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding
+) -> Float[Array, "b t2 h2 w2 cout"]:
+    """All that each position sees, side by side, times all taps: with few positions it is the kernel that takes time to read."""
+    kt, kh, kw, _, cout = kernel.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
+    t, h, w = (size - k + 1 for size, k in zip(x.shape[1:4], (kt, kh, kw), strict=True))
+    seen = [x[:, i : i + t, j : j + h, k : k + w] for i, j, k in np.ndindex(kt, kh, kw)]
+    return jnp.matmul(jnp.concatenate(seen, axis=-1), kernel.reshape(-1, cout))
 
 
 def _each_frame(

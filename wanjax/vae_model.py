@@ -9,6 +9,8 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -68,6 +70,9 @@ class VAE(eqx.Module):
     config: VAEConfig = eqx.field(static=True)
 
 
+FEW_FRAMES = 4
+"""Frames that go through the level of the video's size at a time."""
+
 Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
 
@@ -88,14 +93,22 @@ def decode_chunk(
     assert decoder is not None
 
     def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-        for i, block in enumerate(decoder.up_blocks):
-            name = f"decoder.up_blocks.{i}"
-            if isinstance(block, ResidualUpBlock):
-                x, cache = residual_up_block(x, block, name, cache, first, part)
-            else:
-                x, cache = up_block(x, block, name, cache, first, part)
-        x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
-        return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
+        last = len(decoder.up_blocks) - 1
+        for i in range(last):
+            x, cache = level(i, x, cache, first)
+
+        def end(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
+            x, cache = level(last, x, cache, first)
+            x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
+            return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
+
+        return _few_at_a_time(end, x, cache, f"decoder.up_blocks.{last}.", "decoder.conv_out")
+
+    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        name, block = f"decoder.up_blocks.{i}", decoder.up_blocks[i]
+        if isinstance(block, ResidualUpBlock):
+            return residual_up_block(x, block, name, cache, first, part)
+        return up_block(x, block, name, cache, first, part)
 
     ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
     x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, part)
@@ -120,16 +133,26 @@ def encode_chunk(
     assert encoder is not None
 
     def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-        x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
-        for i, block in enumerate(encoder.down_blocks):
-            name = f"encoder.down_blocks.{i}"
-            if isinstance(block, ResidualDownBlock):
-                x, cache = residual_down_block(x, block, name, cache, first, part)
-            elif isinstance(block, Resample):
-                x, cache = downsample(x, block, name, cache, first, part)
-            else:
-                x, cache = residual_block(x, block, name, cache, part)
+        halved = next(i for i, block in enumerate(encoder.down_blocks) if isinstance(block, Resample | ResidualDownBlock))
+
+        def begin(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+            x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
+            for i in range(halved + 1):
+                x, cache = level(i, x, cache, first)
+            return x, cache
+
+        x, cache = _few_at_a_time(begin, x, cache, "encoder.conv_in", *(f"encoder.down_blocks.{i}." for i in range(halved + 1)))
+        for i in range(halved + 1, len(encoder.down_blocks)):
+            x, cache = level(i, x, cache, first)
         return x, cache
+
+    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        name, block = f"encoder.down_blocks.{i}", encoder.down_blocks[i]
+        if isinstance(block, ResidualDownBlock):
+            return residual_down_block(x, block, name, cache, first, part)
+        if isinstance(block, Resample):
+            return downsample(x, block, name, cache, first, part)
+        return residual_block(x, block, name, cache, part)
 
     ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
     x, between = wrap(levels)(x, between, first)
@@ -137,6 +160,25 @@ def encode_chunk(
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
     x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, part)
     return x, {**ends, **between}
+
+
+def _few_at_a_time(
+    step: Callable[[Array, Cache], tuple[Array, Cache]], x: Float[Array, "b t h w c"], cache: Cache, *names: str
+) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    """A step at the video's size on a few frames at a time: most memory goes there.
+
+    `names` are what its cache's begin with.
+    """
+    if x.shape[1] % FEW_FRAMES or x.shape[1] == FEW_FRAMES:
+        return step(x, cache)
+    own, others = _apart(cache, *names)
+
+    def scanned(cache: Cache, x: Float[Array, "b few h w c"]) -> tuple[Cache, Float[Array, "b few2 h2 w2 c2"]]:
+        y, cache = step(x, cache)
+        return cache, y
+
+    own, y = lax.scan(scanned, own, rearrange(x, "b (n few) h w c -> n b few h w c", few=FEW_FRAMES))
+    return rearrange(y, "n b t h w c -> b (n t) h w c"), {**others, **own}
 
 
 def _apart(cache: Cache, *names: str) -> tuple[Cache, Cache]:
