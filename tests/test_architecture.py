@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "vae_blocks": {"attention", "vae_convs", "weights"},
     "vae_model": {"vae_blocks", "vae_config", "vae_convs"},
     "vae_inputs": {"vae_config", "vae_model", "weights"},
-    "vae_passes": {"sharding", "vae_blocks", "vae_config", "vae_model"},
+    "vae_passes": {"sharding", "vae_blocks", "vae_config", "vae_convs", "vae_model"},
     "vae": {"vae_blocks", "vae_config", "vae_convs", "vae_inputs", "vae_model", "vae_passes"},
     # meshes: the only module that knows one
     "sharding": {"attention"},

@@ -59,8 +59,9 @@ def test_every_choice_matters(wan, other):
 
 
 def test_guidance_branches_one_at_a_time_give_the_same(wan):
-    plain = wanjax.generate(wan, PROMPTS[0], output_type="latent")
-    np.testing.assert_allclose(plain, wanjax.generate(wan, PROMPTS[0], output_type="latent", one_branch_at_a_time=True), atol=1e-5)
+    together = wanjax.generate(wan, PROMPTS[0], output_type="latent")
+    apart = wanjax.generate(wan, PROMPTS[0], output_type="latent", one_branch_at_a_time=True)
+    assert np.linalg.norm(apart - together) <= 1e-5 * np.linalg.norm(together)
 
 
 def test_other_numbers_compile_nothing(wan):

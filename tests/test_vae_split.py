@@ -14,7 +14,7 @@ import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
 from wanjax.vae import VAE_2_1, _decode, _encode, decode, decode_stream, encode, encode_stream, init_vae
-from wanjax.vae_passes import choose_passes, overlap, tile_starts
+from wanjax.vae_passes import choose_passes, choose_strips, overlap, tile_starts
 
 
 @pytest.fixture(scope="module", params=SHORT)
@@ -72,6 +72,38 @@ def test_cut_over_devices_is_the_same(vae, case):
     if case == "portrait":
         close(np.concatenate(list(decode_stream(z, vae, mesh=mesh)), 2), video)
         close(np.concatenate([p.logvar for p in encode_stream([video], vae, mesh=mesh)], 2), encoded.logvar)
+
+
+@pytest.mark.parametrize(
+    ("size", "over", "strips"),
+    [
+        ((60, 104), (1, 8), (2, 15)),
+        ((90, 160), (1, 8), (2, 15)),
+        ((160, 90), (8, 1), (3, 15)),
+        ((60, 104), (1, 1), (3, 13)),
+        ((90, 94), (1, 1), (2, 15)),
+        ((60, 104), (4, 4), (2, 1)),
+        ((7, 34), (1, 1), (2, 1)),
+    ],
+)
+def test_strips_are_chosen_along_what_is_not_cut_over_devices(size, over, strips):
+    assert choose_strips(size, over) == strips
+
+
+@pytest.mark.parametrize(
+    ("size", "devices"),
+    [((8, 3), 1), ((3, 9), 1), ((9, 7), 4), ((6, 9), 2)],
+    ids=["rows", "columns", "rows, devices padded", "columns, devices"],
+)
+def test_strips_are_the_same(vae, size, devices):
+    """As on a TPU: side by side, on one device and on several, both ways."""
+    mesh = make_mesh(context=devices, devices=jax.devices()[:devices])
+    z = jnp.asarray(random_latents(vae.config, 1, batch=2 if devices == 1 else 1, size=size))
+    passes = choose_passes(vae.config, z.shape, chunk=1, tile=None, mesh=mesh)
+    assert not passes.strips
+    video = _decode(z, vae, jnp.float32, passes)
+    close(_decode(z, vae, jnp.float32, passes._replace(strips=True)), video)
+    close(_encode(video, vae, jnp.float32, passes._replace(strips=True)).mean, _encode(video, vae, jnp.float32, passes).mean)
 
 
 def test_gradients_cross_devices():

@@ -167,11 +167,13 @@ def plan(
     num_inference_steps: int | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     attention: str = "auto",
+    decoders: dict[str, Report] | None = None,
 ) -> Plan:
     """Compile a model's programs for a slice such as "v6e:2x4" and say what a video costs on it.
 
     `model` is a preset, a folder or a hub id, of which the configs alone are read; `mesh` the sizes of its axes (default: all devices on
     `context`, guidance's two branches on `data` where there are two and an even number of devices). What is not given is the preset's.
+    `decoders` keeps what the VAE's programs cost from one call to the next on the same slice, on every mesh of which they are the same.
     ValueError for what cannot be; RuntimeError without libtpu.
     """
     chip, devices = chip_of(topology), topology_devices(topology)
@@ -200,9 +202,11 @@ def plan(
     for name, reads, runs, analytic, lower in _programs(wan, request, layout):
         beside = sum(size for part, size in held.items() if part != reads)
         try:
-            _, report = compile_and_analyse(lower())
+            report = (decoders or {}).get(name) or compile_and_analyse(lower())[1]
         except jax.errors.JaxRuntimeError as error:
             return replace(result, reason=_too_large(name, error, chip))
+        if decoders is not None and reads == "vae":
+            decoders[name] = report
         program = Program(name, runs, report, analytic / len(devices), beside, chip)
         result = replace(result, programs=(*result.programs, program))
         if program.memory > chip.hbm:
@@ -229,7 +233,9 @@ def compare(model: str, topology: str, **options: Any) -> list[Plan]:
     """`plan` on every candidate mesh, the fastest that fits first. Arguments are those of `plan`, without `mesh`."""
     wan = _outline(model, options.get("dtype", jnp.bfloat16))
     guided, heads = wan.preset.guidance_scale > 1, wan.transformer.config.num_attention_heads
-    plans = [plan(model, topology, mesh, **options) for mesh in candidates(len(topology_devices(topology)), guided, heads)]
+    meshes = candidates(len(topology_devices(topology)), guided, heads)
+    decoders: dict[str, Report] = {}
+    plans = [plan(model, topology, mesh, decoders=decoders, **options) for mesh in meshes]
     return sorted(plans, key=lambda p: (not p.fits, p.seconds))
 
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from wanjax.attention import attention
-from wanjax.vae_convs import CausalConv3d, Conv2d, Part, causal_conv, double_size, frame_conv, halve_size
+from wanjax.vae_convs import CausalConv3d, Conv2d, DevicePart, Part, causal_conv, double_size, frame_conv, halve_size
 from wanjax.weights import stored
 
 Cache = Mapping[str, Float[Array, "..."]]  # conv name -> the frames before the next chunk, "b k h w c" (of every tile: "n b k h w c")
@@ -121,7 +121,7 @@ def residual_block(
     return x + shortcut, cache
 
 
-def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: Part | None) -> Float[Array, "b t h w c"]:
+def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: DevicePart | None) -> Float[Array, "b t h w c"]:
     """x + proj(attention over the h w positions of each whole frame)."""
     b, _, h, _, _ = x.shape
     q, k, v = jnp.split(frame_conv(rms_norm(x, block.norm.gamma), block.to_qkv), 3, axis=-1)
@@ -133,7 +133,7 @@ def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: P
 
 
 def mid_block(
-    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, part: Part | None
+    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, part: DevicePart | None
 ) -> tuple[Float[Array, "b t h w c"], Cache]:
     """Residual block, attention, residual block."""
     x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, part)

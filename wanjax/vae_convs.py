@@ -6,7 +6,7 @@ frames, two output frames from four of them (Winograd's F(2, 3) over time) inste
 too, or one matrix product where there are few positions. The gradient of a kernel is written as matrix products: the compiler's
 own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
 
-Frames may be parts of larger ones that lie on other devices: `Part` says how to see beyond their edges.
+Frames may be parts of larger ones, which lie on other devices or side by side: `Part` says how to see beyond their edges.
 """
 
 import functools
@@ -51,6 +51,11 @@ class Part(Protocol):
     def extend(self, x: Float[Array, "b t h w c"], rows: Sides, columns: Sides) -> tuple[Float[Array, "b t h2 w2 c"], Padding]:
         """The frames with so many rows and columns more of what lies around them, and the zeros that are still to be added."""
         ...
+
+
+@runtime_checkable
+class DevicePart(Part, Protocol):
+    """A part whose neighbours are on other devices."""
 
     def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
         """The whole frames, at the size of latents, that these are parts of."""

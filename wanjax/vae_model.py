@@ -37,7 +37,7 @@ from wanjax.vae_blocks import (
     up_block,
 )
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_convs import CausalConv3d, Part
+from wanjax.vae_convs import CausalConv3d, DevicePart, Part
 
 
 class Encoder(eqx.Module):
@@ -76,14 +76,21 @@ FEW_FRAMES = 4
 Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
 
+Levels = Callable[[Float[Array, "b t h w c"], Cache, bool, Part | None], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+"""A step that is told what part of a picture its frames are."""
+
+
+def _as_they_are(levels: Levels, part: DevicePart | None) -> Step:
+    return lambda x, cache, first: levels(x, cache, first, part)
+
 
 def decode_chunk(
     x: Float[Array, "b t h w c"],
     weights: VAE,
     cache: Cache,
     first: bool,
-    part: Part | None = None,
-    wrap: Callable[[Step], Step] = lambda step: step,
+    part: DevicePart | None = None,
+    wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The decoder on consecutive latent frames, given the cache that the frames before them left.
 
@@ -92,19 +99,21 @@ def decode_chunk(
     decoder = weights.decoder
     assert decoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         last = len(decoder.up_blocks) - 1
         for i in range(last):
-            x, cache = level(i, x, cache, first)
+            x, cache = level(i, x, cache, first, part)
 
         def end(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
-            x, cache = level(last, x, cache, first)
+            x, cache = level(last, x, cache, first, part)
             x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
             return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
 
         return _few_at_a_time(end, x, cache, f"decoder.up_blocks.{last}.", "decoder.conv_out")
 
-    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def level(
+        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None
+    ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"decoder.up_blocks.{i}", decoder.up_blocks[i]
         if isinstance(block, ResidualUpBlock):
             return residual_up_block(x, block, name, cache, first, part)
@@ -113,7 +122,7 @@ def decode_chunk(
     ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
     x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, part)
     x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, part)
-    x, between = wrap(levels)(x, between, first)
+    x, between = wrap(levels, part)(x, between, first)
     return x, {**ends, **between}
 
 
@@ -122,8 +131,8 @@ def encode_chunk(
     weights: VAE,
     cache: Cache,
     first: bool,
-    part: Part | None = None,
-    wrap: Callable[[Step], Step] = lambda step: step,
+    part: DevicePart | None = None,
+    wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them.
 
@@ -132,21 +141,23 @@ def encode_chunk(
     encoder = weights.encoder
     assert encoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         halved = next(i for i, block in enumerate(encoder.down_blocks) if isinstance(block, Resample | ResidualDownBlock))
 
         def begin(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
             x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
             for i in range(halved + 1):
-                x, cache = level(i, x, cache, first)
+                x, cache = level(i, x, cache, first, part)
             return x, cache
 
         x, cache = _few_at_a_time(begin, x, cache, "encoder.conv_in", *(f"encoder.down_blocks.{i}." for i in range(halved + 1)))
         for i in range(halved + 1, len(encoder.down_blocks)):
-            x, cache = level(i, x, cache, first)
+            x, cache = level(i, x, cache, first, part)
         return x, cache
 
-    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def level(
+        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None
+    ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"encoder.down_blocks.{i}", encoder.down_blocks[i]
         if isinstance(block, ResidualDownBlock):
             return residual_down_block(x, block, name, cache, first, part)
@@ -155,7 +166,7 @@ def encode_chunk(
         return residual_block(x, block, name, cache, part)
 
     ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
-    x, between = wrap(levels)(x, between, first)
+    x, between = wrap(levels, part)(x, between, first)
     x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, part)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
     x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, part)

@@ -1,4 +1,4 @@
-"""How a video goes through the VAE's networks: chunk by chunk, in tiles, over devices; each wraps the same function of one chunk.
+"""How a video goes through the VAE's networks: chunk by chunk, in tiles or strips, over devices; each wraps one function of one chunk.
 
 None of the ways through changes what is computed, but for tiles, whose edges see zeros beyond them. The networks' middle, where
 every position attends to every other, is never cut in tiles: at the latents' size it is small.
@@ -21,19 +21,27 @@ from jaxtyping import Array, Float
 from wanjax.sharding import PictureSplit, split_picture
 from wanjax.vae_blocks import Cache
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_model import VAE, Step, decode_chunk, encode_chunk
+from wanjax.vae_convs import DevicePart, Padding, Sides
+from wanjax.vae_model import VAE, Levels, Step, decode_chunk, encode_chunk
 
 POSITIONS = 512
 """Latent positions that a chunk has by default: fewer leave the cores of a CPU waiting for weights."""
 
+STRIPS = 16
+"""Strips that a picture is cut in on a TPU, at the most: as many as there are sublanes for bfloat16."""
+
 
 class Passes(NamedTuple):
-    """How a video goes through: latent frames at a time, pixels of a tile, whether the backward pass computes again, where it lies."""
+    """How a video goes through: latent frames at a time, pixels of a tile, whether the backward pass computes again, where it lies.
+
+    `strips`: whether pictures are cut in strips that go through side by side.
+    """
 
     chunk: int
     tile: int | None = None
     remat: bool = False
     split: PictureSplit | None = None
+    strips: bool = False
 
 
 def choose_passes(
@@ -55,18 +63,19 @@ def choose_passes(
     if chunk is None:
         most = max(min(POSITIONS // (h * w), t - 1), 1)
         chunk = next(size for size in range(most, 0, -1) if (t - 1) % size == 0)
-    return Passes(chunk, tile, remat, None if mesh is None else split_picture(mesh, b, h, w))
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return Passes(chunk, tile, remat, None if mesh is None else split_picture(mesh, b, h, w), strips=platform == "tpu")
 
 
 def decoder_step(weights: VAE, passes: Passes) -> Step:
     """The decoder on consecutive latent frames."""
-    wrap = _tiling(passes, weights.config, 1)
+    wrap = _cutting(passes, weights.config, 1)
     return _again(lambda x, cache, first: decode_chunk(x, weights, cache, first, passes.split, wrap), passes)
 
 
 def encoder_step(weights: VAE, passes: Passes) -> Step:
     """The encoder on consecutive frames."""
-    wrap = _tiling(passes, weights.config, weights.config.stride // (weights.config.patch_size or 1))
+    wrap = _cutting(passes, weights.config, weights.config.stride // (weights.config.patch_size or 1))
     return _again(lambda x, cache, first: encode_chunk(x, weights, cache, first, passes.split, wrap), passes)
 
 
@@ -75,9 +84,14 @@ def _again(step: Step, passes: Passes) -> Step:
     return jax.checkpoint(step, static_argnums=2) if passes.remat else step
 
 
-def _tiling(passes: Passes, config: VAEConfig, cells: int) -> Callable[[Step], Step]:
-    """What makes a step one over tiles where that is asked for; its input has `cells` rows for each latent."""
-    return lambda step: step if passes.tile is None else in_tiles(step, passes.tile // config.stride, cells)
+def _cutting(passes: Passes, config: VAEConfig, cells: int) -> Callable[[Levels, DevicePart | None], Step]:
+    """What makes levels a step, over tiles or strips where that is asked for; its input has `cells` rows for each latent."""
+
+    def wrap(levels: Levels, part: DevicePart | None) -> Step:
+        step = in_strips(levels, passes.split, cells) if passes.strips else lambda x, cache, first: levels(x, cache, first, part)
+        return step if passes.tile is None else in_tiles(step, passes.tile // config.stride, cells)
+
+    return wrap
 
 
 def in_chunks(step: Step, head: Float[Array, "b one h w c"], rest: Float[Array, "b t h w c"], size: int) -> Float[Array, "b t2 h2 w2 c2"]:
@@ -151,6 +165,74 @@ def _inside(start: int, length: int, whole: int, shared: int) -> np.ndarray:
     first = np.ones(length) if start == 0 else ramp
     last = np.ones(length) if start + length == whole else ramp[::-1]
     return np.minimum(first, last)
+
+
+class Strips(NamedTuple):
+    """Pictures cut in `number` strips of rows (axis 2) or columns (axis 3), which lie side by side on the batch axis.
+
+    A TPU's convolutions want a batch of 8 or 16 next to the channels. Given one they make it of the columns themselves, around each
+    convolution anew, at three times the cost. `beyond` has what lies around the picture on the other axis.
+    """
+
+    axis: int
+    number: int
+    beyond: DevicePart | None
+
+    def apart(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b_n t h2 w2 c"]:
+        """Pictures in strips."""
+        return rearrange(x, "b t (n h) w c -> (b n) t h w c" if self.axis == 2 else "b t h (n w) c -> (b n) t h w c", n=self.number)
+
+    def together(self, x: Float[Array, "b_n t h w c"]) -> Float[Array, "b t h2 w2 c"]:
+        """Strips as pictures."""
+        return rearrange(x, "(b n) t h w c -> b t (n h) w c" if self.axis == 2 else "(b n) t h w c -> b t h (n w) c", n=self.number)
+
+    def extend(self, x: Float[Array, "b_n t h w c"], rows: Sides, columns: Sides) -> tuple[Float[Array, "b_n t h2 w2 c"], Padding]:
+        """Each strip with its neighbours' edges, zeros beyond the picture; see `vae_convs.Part`."""
+        low, high = rows if self.axis == 2 else columns
+        left: Padding = ((0, 0), columns) if self.axis == 2 else (rows, (0, 0))
+        if self.beyond is not None:
+            x, left = self.beyond.extend(x, *left)
+        parts = [x]
+        if low:
+            parts.insert(0, self._moved(lax.slice_in_dim(x, x.shape[self.axis] - low, None, axis=self.axis), 1))
+        if high:
+            parts.append(self._moved(lax.slice_in_dim(x, 0, high, axis=self.axis), -1))
+        return jnp.concatenate(parts, axis=self.axis), left
+
+    def _moved(self, edges: Float[Array, "b_n t h w c"], by: int) -> Float[Array, "b_n t h w c"]:
+        """Edges at the strip after (1) or before (-1) their own; zeros at the one that none comes to."""
+        edges = rearrange(edges, "(b n) t h w c -> b n t h w c", n=self.number)
+        kept, padding = (edges[:, :-1], (1, 0)) if by == 1 else (edges[:, 1:], (0, 1))
+        return rearrange(jnp.pad(kept, ((0, 0), padding, *((0, 0),) * 4)), "b n t h w c -> (b n) t h w c")
+
+
+def in_strips(levels: Levels, split: PictureSplit | None, cells: int) -> Step:
+    """`levels` on pictures cut in strips, along an axis that is not cut over devices; as they are where no good number divides.
+
+    The cache stays in strips.
+    """
+
+    def cut(x: Float[Array, "b t h w c"], cache: Cache, first: bool) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        over = (1, 1) if split is None else (split.mesh.shape["rows"], split.mesh.shape["columns"])
+        axis, count = choose_strips((x.shape[2] // cells, x.shape[3] // cells), over)
+        if count == 1:
+            return levels(x, cache, first, split)
+        strips = Strips(axis, count, split)
+        y, cache = levels(strips.apart(x), cache, first, strips)
+        return strips.together(y), cache
+
+    return cut
+
+
+def choose_strips(size: tuple[int, int], over: tuple[int, int]) -> tuple[int, int]:
+    """Axis (2 rows, 3 columns) and number of strips of pictures of `size` latents, cut over so many devices each way.
+
+    The longer side that is not cut over devices and has a divisor from 8 to 16; (2, 1), one strip, where there is none.
+    """
+    counts = [max((n for n in range(STRIPS // 2, STRIPS + 1) if side % n == 0), default=1) for side in size]
+    free = [i for i in (0, 1) if over[i] == 1 and counts[i] > 1]
+    best = max(free, key=lambda i: size[i], default=None)
+    return (2, 1) if best is None else (best + 2, counts[best])
 
 
 def on_devices(
