@@ -13,7 +13,7 @@ from vae_models import SHORT, random_latents, random_vae
 import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
-from wanjax.vae import VAE_2_1, _decode, _encode, decode, decode_stream, encode, encode_stream, init_vae
+from wanjax.vae import VAE_2_1, _decode, _decode_step, _encode, _encode_step, decode, decode_stream, encode, encode_stream, init_vae
 from wanjax.vae_passes import choose_passes, choose_strips, overlap, tile_starts
 
 
@@ -102,8 +102,25 @@ def test_strips_are_the_same(vae, size, devices):
     passes = choose_passes(vae.config, z.shape, chunk=1, tile=None, mesh=mesh)
     assert not passes.strips
     video = _decode(z, vae, jnp.float32, passes)
-    close(_decode(z, vae, jnp.float32, passes._replace(strips=True)), video)
-    close(_encode(video, vae, jnp.float32, passes._replace(strips=True)).mean, _encode(video, vae, jnp.float32, passes).mean)
+    on_tpu = passes._replace(strips=True, alike=True)
+    close(_decode(z, vae, jnp.float32, on_tpu), video)
+    close(_encode(video, vae, jnp.float32, on_tpu).mean, _encode(video, vae, jnp.float32, passes).mean)
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("2.1", 1), ("2.2", 2)])
+def test_streams_on_a_tpu_are_the_same_of_one_program_each(kind, devices, monkeypatch):
+    """The first latent frame's, which goes through as the others do, and theirs."""
+    vae = random_vae(SHORT[kind])
+    mesh = None if devices == 1 else make_mesh(context=2, devices=jax.devices()[:2])
+    vae = jax.device_put(vae, jax.devices()[0] if mesh is None else NamedSharding(mesh, P()))
+    z = jnp.asarray(random_latents(vae.config, 1, size=(3, 4)))
+    video = decode(z, vae, mesh=mesh)
+    mean = encode(video, vae, mesh=mesh).mean
+    monkeypatch.setattr("wanjax.vae.choose_passes", lambda *args, **options: choose_passes(*args, **options)._replace(alike=True))
+    before = [step._cache_size() for step in (_decode_step, _encode_step)]
+    close(np.concatenate(list(decode_stream(z, vae, mesh=mesh)), 2), video)
+    close(np.concatenate([p.mean for p in encode_stream([video], vae, mesh=mesh)], 2), mean)
+    assert [step._cache_size() for step in (_decode_step, _encode_step)] == [count + 1 for count in before]
 
 
 def test_gradients_cross_devices():

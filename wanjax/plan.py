@@ -1,7 +1,7 @@
 """What a video costs on a TPU slice: the real programs, compiled for it on a machine that has none of it, without weights.
 
-`plan` compiles the text encoder, one denoising step (guidance and solver included) and both programs of the VAE exactly as
-`generate` calls them, and reads what the compiler made of them. `print(plan(...))` is what `wanjax plan` shows.
+`plan` compiles the text encoder, one denoising step (guidance and solver included) and the VAE's exactly as `generate`
+calls them, and reads what the compiler made of them. `print(plan(...))` is what `wanjax plan` shows.
 """
 
 import re
@@ -293,14 +293,12 @@ def _programs(wan: Wan, request: pipeline.Request, layout: Layout) -> Iterator[t
     start = whole((), jnp.int32)
     t, h, w = request.latent_shape[1:]
     flops = lambda frames: decode_flops(wan.vae.config, frames, h, w).total
-    yield "VAE, first", "vae", 1, flops(1), lambda: vae._decode_step.lower(z, weights, start, {}, **options)
-    if t > 1:
-        _, cache = jax.eval_shape(partial(vae._decode_step, **options), z, weights, start, {})
-        split = passes.split
-        assert split is not None
-        lie = NamedSharding(split.mesh, P("videos", None, "rows", "columns"))
-        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), cache)
-        yield "VAE, later", "vae", t - 1, flops(2) - flops(1), lambda: vae._decode_step.lower(z, weights, start, cache, **options)
+    cache = jax.eval_shape(partial(vae.first_history, passes=passes, encodes=False), jax.eval_shape(lambda z: z[:, :, :1], z), weights)
+    split = passes.split
+    assert split is not None
+    lie = NamedSharding(split.mesh, P("videos", None, "rows", "columns"))
+    cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), cache)
+    yield "VAE", "vae", t, flops(2) - flops(1), lambda: vae._decode_step.lower(z, weights, start, cache, **options)
 
 
 def _held(module: Any, mesh: Mesh) -> int:

@@ -24,7 +24,7 @@ from wanjax.vae_config import VAE_2_1, VAE_2_2, VAEConfig
 from wanjax.vae_convs import causal_conv
 from wanjax.vae_inputs import Weights, as_vae, check_frames, check_latents, check_video
 from wanjax.vae_model import VAE, init_vae
-from wanjax.vae_passes import Passes, choose_passes, decoder_step, encoder_step, in_chunks, on_devices
+from wanjax.vae_passes import Passes, choose_passes, decoder_step, encoder_step, in_chunks, no_history, on_devices
 
 __all__ = [
     "VAE",
@@ -177,9 +177,9 @@ def _to_video(x: Float[Array, "b t h w c"], config: VAEConfig) -> Float[Array, "
     return jnp.clip(rearrange(x, "b t h w (c q p) -> b c t (h p) (w q)", p=p, q=p), -1, 1)
 
 
-def _from_video(video: Float[Array, "b c t H W"], config: VAEConfig, dtype: DTypeLike) -> Float[Array, "b t h w c2"]:
+def _from_video(video: Float[Array, "b c t H W"], weights: VAE, dtype: DTypeLike) -> Float[Array, "b t h w c2"]:
     """What the encoder reads of a video."""
-    p = config.patch_size or 1
+    p = weights.config.patch_size or 1
     return rearrange(video.astype(dtype), "b c t (h p) (w q) -> b t h w (c q p)", p=p, q=p)
 
 
@@ -198,7 +198,7 @@ def _decode(z: Float[Array, "b c t h w"], weights: VAE, dtype: DTypeLike, passes
     def run(z: Float[Array, "b c t h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b 3 f H W"], Cache]:
         weights = cast(weights, dtype)
         x = _from_latents(z, weights, dtype)
-        return _to_video(in_chunks(decoder_step(weights, passes), x[:, :1], x[:, 1:], passes.chunk), weights.config), cache
+        return _to_video(in_chunks(decoder_step(weights, passes), x, passes.chunk, passes.alike), weights.config), cache
 
     return on_devices(run, passes.split, 1)(z, weights, {})[0]
 
@@ -209,8 +209,8 @@ def _encode(video: Float[Array, "b 3 f H W"], weights: VAE, dtype: DTypeLike, pa
 
     def run(video: Float[Array, "b 3 f H W"], weights: VAE, cache: Cache) -> tuple[Posterior, Cache]:
         weights = cast(weights, dtype)
-        x = _from_video(video, weights.config, dtype)
-        return _to_posterior(in_chunks(encoder_step(weights, passes), x[:, :1], x[:, 1:], 4 * passes.chunk), weights), cache
+        x = _from_video(video, weights, dtype)
+        return _to_posterior(in_chunks(encoder_step(weights, passes), x, 4 * passes.chunk, passes.alike), weights), cache
 
     return on_devices(run, passes.split, weights.config.stride)(video, weights, {})[0]
 
@@ -218,6 +218,17 @@ def _encode(video: Float[Array, "b 3 f H W"], weights: VAE, dtype: DTypeLike, pa
 # --- streaming ---
 
 _cast = jax.jit(cast, static_argnames="dtype")
+
+
+@partial(jax.jit, static_argnames=("passes", "encodes"), keep_unused=True)  # lies where the weights lie, as the next one will
+def first_history(x: Float[Array, "b c one h w"], weights: VAE, *, passes: Passes, encodes: bool) -> Cache:
+    """The cache before the first latent, or video, frame x where all go through alike."""
+    make, read, cells = (encoder_step, _from_video, weights.config.stride) if encodes else (decoder_step, _from_latents, 1)
+
+    def run(x: Float[Array, "b c one h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b c one h w"], Cache]:
+        return x, no_history(make(weights, passes), read(x, weights, jax.tree.leaves(weights)[0].dtype))
+
+    return on_devices(run, passes.split, cells)(x, weights, {})[1]
 
 
 def _one_ahead(parts: Iterable[Callable[[Cache], tuple[Any, Cache]]]) -> Iterator[Any]:
@@ -236,9 +247,9 @@ def _one_ahead(parts: Iterable[Callable[[Cache], tuple[Any, Cache]]]) -> Iterato
 def _decode_step(
     z: Float[Array, "b c t h w"], weights: VAE, start: Int[Array | np.integer, ""], cache: Cache, *, size: int, passes: Passes, uint8: bool
 ) -> tuple[Float[Array, "b 3 f H W"] | UInt8[Array, "b f H W 3"], Cache]:
-    """Frames of `size` latent frames from `start` on; an empty cache marks the first."""
+    """Frames of `size` latent frames from `start` on; an empty cache marks the first, where they do not go through alike."""
     dtype = jax.tree.leaves(weights)[0].dtype
-    first = not cache
+    first = start == 0 if passes.alike else not cache
 
     def run(z: Float[Array, "b c t h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b 3 f H W"], Cache]:
         x, cache = decoder_step(weights, passes)(_from_latents(z, weights, dtype), cache, first)
@@ -251,21 +262,31 @@ def _decode_step(
     return video, cache
 
 
+def _as_video(frames: Float[Array | np.ndarray, "b 3 f H W"] | UInt8[Array | np.ndarray, "b f H W 3"]) -> Float[Array, "b 3 f H W"]:
+    """Frames as the encoder takes them."""
+    if frames.dtype == jnp.uint8:
+        return rearrange(jnp.asarray(frames, jnp.float32) / 127.5 - 1, "b f h w c -> b c f h w")
+    return jnp.asarray(frames)
+
+
 @partial(jax.jit, static_argnames="passes", donate_argnames="cache")
 def _encode_step(
-    video: Float[Array | np.ndarray, "b 3 f H W"] | UInt8[Array | np.ndarray, "b f H W 3"], weights: VAE, cache: Cache, *, passes: Passes
+    video: Float[Array | np.ndarray, "b 3 f H W"] | UInt8[Array | np.ndarray, "b f H W 3"],
+    cache: Cache,
+    *,
+    weights: VAE,
+    start: Int[Array | np.integer, ""],
+    passes: Passes,
 ) -> tuple[Posterior, Cache]:
-    """The posterior of the next frames; an empty cache marks the first."""
+    """The posterior of the next frames, latent frame `start` and on; an empty cache marks the first, where they do not go through alike."""
     dtype = jax.tree.leaves(weights)[0].dtype
-    if video.dtype == jnp.uint8:
-        video = rearrange(video.astype(jnp.float32) / 127.5 - 1, "b f h w c -> b c f h w")
-    first = not cache
+    first = start == 0 if passes.alike else not cache
 
     def run(video: Float[Array, "b 3 f H W"], weights: VAE, cache: Cache) -> tuple[Posterior, Cache]:
-        x, cache = encoder_step(weights, passes)(_from_video(video, weights.config, dtype), cache, first)
+        x, cache = encoder_step(weights, passes)(_from_video(video, weights, dtype), cache, first)
         return _to_posterior(x, weights), cache
 
-    return on_devices(run, passes.split, weights.config.stride)(jnp.asarray(video), weights, cache)
+    return on_devices(run, passes.split, weights.config.stride)(_as_video(video), weights, cache)
 
 
 def _decode_parts(
@@ -275,16 +296,34 @@ def _decode_parts(
     start, end = 0, z.shape[2]
     while start < end:
         size = min(passes.chunk, end - start) if start else 1
-        yield partial(_decode_step, z, weights, np.int32(start), size=size, passes=passes, uint8=uint8)
+        step = partial(_decode_step, z, weights, np.int32(start), size=size, passes=passes, uint8=uint8)
+        yield partial(_first_frame, step, z, weights, passes) if passes.alike and not start else step
         start += size
+
+
+def _first_frame(step: Callable[[Cache], tuple[Array, Cache]], z: Array, weights: VAE, passes: Passes, _: Cache) -> tuple[Array, Cache]:
+    """The first frame, the last of a chunk like any other."""
+    frames, cache = step(first_history(z[:, :, :1], weights, passes=passes, encodes=False))
+    return lax.slice_in_dim(frames, -1, None, axis=_frame_axis(frames)), cache
 
 
 def _encode_parts(
     parts: Iterable[Any], weights: VAE, choose: Callable[[Any], Passes]
 ) -> Iterator[Callable[[Cache], tuple[Posterior, Cache]]]:
     """A step for each part of the video."""
-    for part in parts:
-        yield partial(_encode_step, part, weights, passes=choose(part))
+    for start, part in enumerate(parts):
+        passes = choose(part)
+        step = partial(_encode_step, weights=weights, start=np.int32(start), passes=passes)
+        yield partial(_first_latent, step, part, weights, passes) if passes.alike and not start else partial(step, part)
+
+
+def _first_latent(
+    step: Callable[..., tuple[Posterior, Cache]], frame: Any, weights: VAE, passes: Passes, _: Cache
+) -> tuple[Posterior, Cache]:
+    """That of the first frame, which comes after three that stand for nothing."""
+    history = first_history(_as_video(frame), weights, passes=passes, encodes=True)
+    around = [(3 if axis == _frame_axis(frame) else 0, 0) for axis in range(5)]
+    return step(jnp.pad(frame, around), history)
 
 
 def _regrouped(parts: Iterable[Any], weights: VAE, size: int) -> Iterator[Any]:

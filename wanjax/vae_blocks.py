@@ -5,7 +5,8 @@ A module holds the weights of one checkpoint entry and a function of the same na
 the convolution's checkpoint name, so that a video runs chunk by chunk with the result of one pass over all of it.
 
 One irregular rule, from the reference: the first latent frame stands for a single video frame. It passes every change
-of frame rate untouched, and `first=True` marks the chunk made of it alone.
+of frame rate untouched, and `first=True` marks the chunk made of it alone. Where `first` is a traced boolean one program
+does for every chunk: the first frame is then the last of a chunk as long as any, and what lies before it stands for nothing.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce, repeat
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from wanjax.attention import attention
 from wanjax.vae_convs import CausalConv3d, Conv2d, DevicePart, Part, causal_conv, double_size, frame_conv, halve_size
 from wanjax.weights import stored
 
 Cache = Mapping[str, Float[Array, "..."]]  # conv name -> the frames before the next chunk, "b k h w c" (of every tile: "n b k h w c")
+
+First = bool | Bool[Array, ""]  # whether a chunk is the first latent frame
 
 HISTORY = 2  # frames a convolution over three frames looks back
 
@@ -99,25 +102,33 @@ def rms_norm(x: Float[Array, "*b c"], gamma: Float[Array, " c"]) -> Float[Array,
     return unit * jnp.asarray(x.shape[-1] ** 0.5, x.dtype) * gamma
 
 
+def existing(x: Float[Array, "b t h w c"], first: First) -> Float[Array, "b t h w c"]:
+    """Zeros for the frames before the first one, which are in its chunk where `first` is traced."""
+    if isinstance(first, bool):
+        return x
+    exists = ~first | (jnp.arange(x.shape[1]) == x.shape[1] - 1)
+    return jnp.where(exists[:, None, None, None], x, jnp.zeros((), x.dtype))
+
+
 def cached_conv(
-    x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache, part: Part | None
+    x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t h w cout"], Cache]:
     """`causal_conv` of one chunk after the frames that the cache holds under `name`, which it replaces by the latest."""
-    history = cache.get(name)
+    x, history = existing(x, first), cache.get(name)
     before = jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype) if history is None else history
     latest = jnp.concatenate([before, x], axis=1)[:, -HISTORY:]
     return causal_conv(x, conv, history, part=part), {**cache, name: latest}
 
 
 def residual_block(
-    x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t h w c2"], Cache]:
     """conv2(silu(norm2(conv1(silu(norm1(x)))))) plus the shortcut."""
     shortcut = x if block.conv_shortcut is None else causal_conv(x, block.conv_shortcut)
     x = jax.nn.silu(rms_norm(x, block.norm1.gamma))
-    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache, part)
+    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache, first, part)
     x = jax.nn.silu(rms_norm(x, block.norm2.gamma))
-    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache, part)
+    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache, first, part)
     return x + shortcut, cache
 
 
@@ -133,16 +144,16 @@ def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: D
 
 
 def mid_block(
-    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, part: DevicePart | None
+    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, first: First, part: DevicePart | None
 ) -> tuple[Float[Array, "b t h w c"], Cache]:
     """Residual block, attention, residual block."""
-    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, part)
+    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, first, part)
     x = attention_block(x, block.attentions[0], part)
-    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache, part)
+    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache, first, part)
 
 
 def downsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool, part: Part | None
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 h//2 w//2 c"], Cache]:
     """Halves height and width (zero row below, zero column to the right) and then, with a `time_conv`, the frame rate."""
     x = halve_size(x, block.conv, part)
@@ -150,23 +161,30 @@ def downsample(
         return x, cache
     name = f"{name}.time_conv"
     latest = {**cache, name: x[:, -1:]}
-    return (x, latest) if first else (causal_conv(x, block.time_conv, cache[name], stride=2), latest)
+    if first is True:
+        return x, latest
+    halved = causal_conv(x, block.time_conv, cache[name], stride=2)
+    return halved if first is False else jnp.where(first, x[:, 1::2], halved), latest
 
 
 def upsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: bool, part: Part | None
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 2*h 2*w c2"], Cache]:
     """Doubles the frame rate, with a `time_conv`, and then height and width.
 
     The first frame is not doubled and leaves no history: the time convolution begins at the second chunk, after zeros.
     """
     if block.time_conv is not None:
-        name = f"{name}.time_conv"
-        if first:
-            cache = {**cache, name: jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype)}
+        name, nothing = f"{name}.time_conv", jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype)
+        if first is True:
+            cache = {**cache, name: nothing}
         else:
-            x, cache = cached_conv(x, block.time_conv, name, cache, part)
-            x = rearrange(x, "b t h w (two c) -> b (t two) h w c", two=2)
+            doubled, cache = cached_conv(x, block.time_conv, name, cache, first, part)
+            doubled = rearrange(doubled, "b t h w (two c) -> b (t two) h w c", two=2)
+            if first is not False:
+                doubled = jnp.where(first, jnp.repeat(x, 2, axis=1), doubled)
+                cache = {**cache, name: jnp.where(first, nothing, cache[name])}
+            x = doubled
     return double_size(x, block.conv, part), cache
 
 
@@ -180,23 +198,23 @@ def average_down(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int) -> F
     return reduce(x, "b t h w (c group) -> b t h w c", "mean", c=cout)
 
 
-def duplicate_up(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int, first: bool) -> Float[Array, "b t2 h2 w2 {cout}"]:
+def duplicate_up(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int, first: First) -> Float[Array, "b t2 h2 w2 {cout}"]:
     """The parameter-free shortcut of a 2.2 decoder level: channels repeated, then spread over (ft, fs, fs) cells.
 
     Of the first frame only the last of its ft copies is kept.
     """
     x = repeat(x, "b t h w c -> b t h w (c copies)", copies=cout * ft * fs * fs // x.shape[-1])
     x = rearrange(x, "b t h w (c ft fh fw) -> b (t ft) (h fh) (w fw) c", ft=ft, fh=fs, fw=fs)
-    return x[:, ft - 1 :] if first else x
+    return x[:, ft - 1 :] if first is True else x
 
 
 def residual_down_block(
-    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: bool, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 encoder: residual blocks and downsampler, plus the averaged input."""
-    y = x
+    y, x = x, existing(x, first)
     for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, part)
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, first, part)
     sampler = block.downsampler
     if sampler is None:
         return y + average_down(x, y.shape[-1], 1, 1), cache
@@ -205,12 +223,12 @@ def residual_down_block(
 
 
 def residual_up_block(
-    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: bool, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 decoder: residual blocks and upsampler, plus the duplicated input; the last level has neither."""
     y = x
     for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, part)
+        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, first, part)
     sampler = block.upsampler
     if sampler is None:
         return y, cache
@@ -219,11 +237,11 @@ def residual_up_block(
 
 
 def up_block(
-    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: bool, part: Part | None
+    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.1 decoder: residual blocks, then the upsampler where there is one."""
     for i, resnet in enumerate(block.resnets):
-        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache, part)
+        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache, first, part)
     for i, sampler in enumerate(block.upsamplers):
         x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first, part)
     return x, cache

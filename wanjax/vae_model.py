@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from wanjax.vae_blocks import (
     Cache,
+    First,
     MidBlock,
     Norm,
     Resample,
@@ -73,10 +74,10 @@ class VAE(eqx.Module):
 FEW_FRAMES = 4
 """Frames that go through the level of the video's size at a time."""
 
-Step = Callable[[Float[Array, "b t h w c"], Cache, bool], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+Step = Callable[[Float[Array, "b t h w c"], Cache, First], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
 
-Levels = Callable[[Float[Array, "b t h w c"], Cache, bool, Part | None], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+Levels = Callable[[Float[Array, "b t h w c"], Cache, First, Part | None], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """A step that is told what part of a picture its frames are."""
 
 
@@ -88,7 +89,7 @@ def decode_chunk(
     x: Float[Array, "b t h w c"],
     weights: VAE,
     cache: Cache,
-    first: bool,
+    first: First,
     part: DevicePart | None = None,
     wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
@@ -99,7 +100,7 @@ def decode_chunk(
     decoder = weights.decoder
     assert decoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         last = len(decoder.up_blocks) - 1
         for i in range(last):
             x, cache = level(i, x, cache, first, part)
@@ -107,12 +108,12 @@ def decode_chunk(
         def end(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
             x, cache = level(last, x, cache, first, part)
             x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
-            return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, part)
+            return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, first, part)
 
         return _few_at_a_time(end, x, cache, f"decoder.up_blocks.{last}.", "decoder.conv_out")
 
     def level(
-        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None
+        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None
     ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"decoder.up_blocks.{i}", decoder.up_blocks[i]
         if isinstance(block, ResidualUpBlock):
@@ -120,8 +121,8 @@ def decode_chunk(
         return up_block(x, block, name, cache, first, part)
 
     ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
-    x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, part)
-    x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, part)
+    x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, first, part)
+    x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, first, part)
     x, between = wrap(levels, part)(x, between, first)
     return x, {**ends, **between}
 
@@ -130,7 +131,7 @@ def encode_chunk(
     x: Float[Array, "b t h w c"],
     weights: VAE,
     cache: Cache,
-    first: bool,
+    first: First,
     part: DevicePart | None = None,
     wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
@@ -141,11 +142,11 @@ def encode_chunk(
     encoder = weights.encoder
     assert encoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         halved = next(i for i, block in enumerate(encoder.down_blocks) if isinstance(block, Resample | ResidualDownBlock))
 
         def begin(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-            x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, part)
+            x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, first, part)
             for i in range(halved + 1):
                 x, cache = level(i, x, cache, first, part)
             return x, cache
@@ -156,20 +157,20 @@ def encode_chunk(
         return x, cache
 
     def level(
-        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: bool, part: Part | None
+        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None
     ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"encoder.down_blocks.{i}", encoder.down_blocks[i]
         if isinstance(block, ResidualDownBlock):
             return residual_down_block(x, block, name, cache, first, part)
         if isinstance(block, Resample):
             return downsample(x, block, name, cache, first, part)
-        return residual_block(x, block, name, cache, part)
+        return residual_block(x, block, name, cache, first, part)
 
     ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
     x, between = wrap(levels, part)(x, between, first)
-    x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, part)
+    x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, first, part)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
-    x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, part)
+    x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, first, part)
     return x, {**ends, **between}
 
 
