@@ -221,11 +221,11 @@ _cast = jax.jit(cast, static_argnames="dtype")
 
 
 @partial(jax.jit, static_argnames=("passes", "encodes"), keep_unused=True)  # lies where the weights lie, as the next one will
-def first_history(x: Float[Array, "b c one h w"], weights: VAE, *, passes: Passes, encodes: bool) -> Cache:
-    """The cache before the first latent, or video, frame x where all go through alike."""
+def first_history(x: Float[Array, "b c t h w"], weights: VAE, *, passes: Passes, encodes: bool) -> Cache:
+    """The cache before x, the first latent frame, or as many frames as one makes, where all go through alike."""
     make, read, cells = (encoder_step, _from_video, weights.config.stride) if encodes else (decoder_step, _from_latents, 1)
 
-    def run(x: Float[Array, "b c one h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b c one h w"], Cache]:
+    def run(x: Float[Array, "b c t h w"], weights: VAE, cache: Cache) -> tuple[Float[Array, "b c t h w"], Cache]:
         return x, no_history(make(weights, passes), read(x, weights, jax.tree.leaves(weights)[0].dtype))
 
     return on_devices(run, passes.split, cells)(x, weights, {})[1]
@@ -321,9 +321,8 @@ def _first_latent(
     step: Callable[..., tuple[Posterior, Cache]], frame: Any, weights: VAE, passes: Passes, _: Cache
 ) -> tuple[Posterior, Cache]:
     """That of the first frame, which comes after three that stand for nothing."""
-    history = first_history(_as_video(frame), weights, passes=passes, encodes=True)
-    around = [(3 if axis == _frame_axis(frame) else 0, 0) for axis in range(5)]
-    return step(jnp.pad(frame, around), history)
+    frames = jnp.pad(frame, [(3 if axis == _frame_axis(frame) else 0, 0) for axis in range(5)])
+    return step(frames, first_history(_as_video(frames), weights, passes=passes, encodes=True))
 
 
 def _regrouped(parts: Iterable[Any], weights: VAE, size: int) -> Iterator[Any]:

@@ -6,15 +6,18 @@ the convolution's checkpoint name, so that a video runs chunk by chunk with the 
 
 One irregular rule, from the reference: the first latent frame stands for a single video frame. It passes every change
 of frame rate untouched, and `first=True` marks the chunk made of it alone. Where `first` is a traced boolean one program
-does for every chunk: the first frame is then the last of a chunk as long as any, and what lies before it stands for nothing.
+does for every chunk, and one loop for residual blocks of the same shapes, where compiling is what takes long: the first frame
+is then the last of a chunk as long as any, and what lies before it stands for nothing.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce, repeat
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
@@ -132,6 +135,45 @@ def residual_block(
     return x + shortcut, cache
 
 
+def residual_blocks(
+    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, first: First, part: Part | None
+) -> tuple[Float[Array, "b t h w c2"], Cache]:
+    """Residual blocks in a row. Where `first` is traced those of the same shapes are a loop, whose cache has the first one's name."""
+    rows = [[block] for block in blocks] if isinstance(first, bool) else [list(row) for _, row in itertools.groupby(blocks, _shapes)]
+    start = 0
+    for row in rows:
+        if len(row) == 1:
+            x, cache = residual_block(x, row[0], f"{name}.{start}", cache, first, part)
+        else:
+            x, cache = _repeated(x, row, f"{name}.{start}", cache, first, part)
+        start += len(row)
+    return x, cache
+
+
+def _shapes(block: ResidualBlock) -> list[tuple[int, ...]]:
+    """What blocks of one loop have in common."""
+    return [leaf.shape for leaf in jax.tree.leaves(block)]
+
+
+def _repeated(
+    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, first: First, part: Part | None
+) -> tuple[Float[Array, "b t h w c"], Cache]:
+    """A loop over residual blocks of the same shapes; each has its frames of the cache, one after the other on the batch axis."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    b = x.shape[0]
+    nothing = jnp.zeros((b * len(blocks), HISTORY, *x.shape[2:]), x.dtype)
+    names = [f"{name}.conv1", f"{name}.conv2"]
+
+    def one(i: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+        x, cache = carry
+        own = {name: lax.dynamic_slice_in_dim(cache[name], b * i, b) for name in names}
+        x, own = residual_block(x, jax.tree.map(lambda leaf: leaf[i], stacked), name, own, first, part)
+        return x, {name: lax.dynamic_update_slice_in_dim(cache[name], own[name], b * i, axis=0) for name in names}
+
+    x, own = lax.fori_loop(0, len(blocks), one, (x, {name: cache.get(name, nothing) for name in names}))
+    return x, {**cache, **own}
+
+
 def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: DevicePart | None) -> Float[Array, "b t h w c"]:
     """x + proj(attention over the h w positions of each whole frame)."""
     b, _, h, _, _ = x.shape
@@ -163,7 +205,7 @@ def downsample(
     latest = {**cache, name: x[:, -1:]}
     if first is True:
         return x, latest
-    halved = causal_conv(x, block.time_conv, cache[name], stride=2)
+    halved = causal_conv(x, block.time_conv, cache.get(name, jnp.zeros_like(x[:, :1])), stride=2)
     return halved if first is False else jnp.where(first, x[:, 1::2], halved), latest
 
 
@@ -213,8 +255,7 @@ def residual_down_block(
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 encoder: residual blocks and downsampler, plus the averaged input."""
     y, x = x, existing(x, first)
-    for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, first, part)
+    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, first, part)
     sampler = block.downsampler
     if sampler is None:
         return y + average_down(x, y.shape[-1], 1, 1), cache
@@ -227,8 +268,7 @@ def residual_up_block(
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 decoder: residual blocks and upsampler, plus the duplicated input; the last level has neither."""
     y = x
-    for i, resnet in enumerate(block.resnets):
-        y, cache = residual_block(y, resnet, f"{name}.resnets.{i}", cache, first, part)
+    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, first, part)
     sampler = block.upsampler
     if sampler is None:
         return y, cache
@@ -240,8 +280,7 @@ def up_block(
     x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.1 decoder: residual blocks, then the upsampler where there is one."""
-    for i, resnet in enumerate(block.resnets):
-        x, cache = residual_block(x, resnet, f"{name}.resnets.{i}", cache, first, part)
+    x, cache = residual_blocks(x, block.resnets, f"{name}.resnets", cache, first, part)
     for i, sampler in enumerate(block.upsamplers):
         x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first, part)
     return x, cache

@@ -99,9 +99,10 @@ def _cutting(passes: Passes, config: VAEConfig, cells: int) -> Callable[[Levels,
     return wrap
 
 
-def no_history(step: Step, frame: Float[Array, "b one h w c"]) -> Cache:
-    """The cache before the first frame, where that is to be the same as before any other."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda x: step(x, {}, True)[1], frame))
+def no_history(step: Step, chunk: Float[Array, "b t h w c"]) -> Cache:
+    """The cache before the first chunk, of the same arrays as before any other."""
+    shapes = jax.eval_shape(lambda x: step(x, {}, jnp.bool_(True))[1], chunk)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def in_chunks(step: Step, x: Float[Array, "b t h w c"], size: int, alike: bool) -> Float[Array, "b t2 h2 w2 c2"]:
@@ -114,7 +115,7 @@ def in_chunks(step: Step, x: Float[Array, "b t h w c"], size: int, alike: bool) 
             y, cache = step(chunk[1], cache, chunk[0] == 0)
             return cache, y
 
-        ys = lax.scan(numbered, no_history(step, head), (jnp.arange(len(chunks)), chunks))[1]
+        ys = lax.scan(numbered, no_history(step, chunks[0]), (jnp.arange(len(chunks)), chunks))[1]
         return rearrange(ys, "n b t h w c -> b (n t) h w c")[:, ys.shape[2] - 1 :]
     y, cache = step(head, {}, True)
     parts = [y]
