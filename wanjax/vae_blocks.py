@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from wanjax.attention import attention
-from wanjax.vae_convs import CausalConv3d, Conv2d, DevicePart, Part, causal_conv, double_size, frame_conv, halve_size
+from wanjax.vae_convs import CausalConv3d, Conv2d, Part, causal_conv, double_size, frame_conv, halve_size
 from wanjax.weights import stored
 
 Cache = Mapping[str, Float[Array, "..."]]  # conv name -> the frames before the next chunk, "b k h w c" (of every tile: "n b k h w c")
@@ -174,19 +174,20 @@ def _repeated(
     return x, {**cache, **own}
 
 
-def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: DevicePart | None) -> Float[Array, "b t h w c"]:
+def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: Part | None) -> Float[Array, "b t h w c"]:
     """x + proj(attention over the h w positions of each whole frame)."""
-    b, _, h, _, _ = x.shape
     q, k, v = jnp.split(frame_conv(rms_norm(x, block.norm.gamma), block.to_qkv), 3, axis=-1)
     if part is not None:
         k, v = part.whole(k), part.whole(v)
-    q, k, v = (rearrange(y, "b t h w c -> (b t) (h w) 1 c") for y in (q, k, v))
-    y = rearrange(attention(q, k, v), "(b t) (h w) 1 c -> b t h w c", b=b, h=h)
+    (n, _, h, w, _), (b, *_) = q.shape, k.shape
+    q = rearrange(q, "(b parts) t h w c -> (b t) (parts h w) 1 c", b=b)
+    k, v = (rearrange(y, "b t h w c -> (b t) (h w) 1 c") for y in (k, v))
+    y = rearrange(attention(q, k, v), "(b t) (parts h w) 1 c -> (b parts) t h w c", b=b, parts=n // b, h=h, w=w)
     return x + frame_conv(y, block.proj)
 
 
 def mid_block(
-    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, first: First, part: DevicePart | None
+    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, first: First, part: Part | None
 ) -> tuple[Float[Array, "b t h w c"], Cache]:
     """Residual block, attention, residual block."""
     x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, first, part)

@@ -52,13 +52,8 @@ class Part(Protocol):
         """The frames with so many rows and columns more of what lies around them, and the zeros that are still to be added."""
         ...
 
-
-@runtime_checkable
-class DevicePart(Part, Protocol):
-    """A part whose neighbours are on other devices."""
-
     def whole(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h2 w2 c"]:
-        """The whole frames, at the size of latents, that these are parts of."""
+        """The whole frames, at the size of latents, that these are parts of; parts at hand lie one after the other on the batch axis."""
         ...
 
 

@@ -38,7 +38,7 @@ from wanjax.vae_blocks import (
     up_block,
 )
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_convs import CausalConv3d, DevicePart, Part
+from wanjax.vae_convs import CausalConv3d, Part
 
 
 class Encoder(eqx.Module):
@@ -81,8 +81,9 @@ Levels = Callable[[Float[Array, "b t h w c"], Cache, First, Part | None], tuple[
 """A step that is told what part of a picture its frames are."""
 
 
-def _as_they_are(levels: Levels, part: DevicePart | None) -> Step:
-    return lambda x, cache, first: levels(x, cache, first, part)
+def as_they_are(levels: Levels) -> Levels:
+    """The levels in one."""
+    return levels
 
 
 def decode_chunk(
@@ -90,8 +91,8 @@ def decode_chunk(
     weights: VAE,
     cache: Cache,
     first: First,
-    part: DevicePart | None = None,
-    wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
+    part: Part | None = None,
+    wrap: Callable[[Levels], Levels] = as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The decoder on consecutive latent frames, given the cache that the frames before them left.
 
@@ -123,7 +124,7 @@ def decode_chunk(
     ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
     x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, first, part)
     x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, first, part)
-    x, between = wrap(levels, part)(x, between, first)
+    x, between = wrap(levels)(x, between, first, part)
     return x, {**ends, **between}
 
 
@@ -132,8 +133,8 @@ def encode_chunk(
     weights: VAE,
     cache: Cache,
     first: First,
-    part: DevicePart | None = None,
-    wrap: Callable[[Levels, DevicePart | None], Step] = _as_they_are,
+    part: Part | None = None,
+    wrap: Callable[[Levels], Levels] = as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them.
 
@@ -167,7 +168,7 @@ def encode_chunk(
         return residual_block(x, block, name, cache, first, part)
 
     ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
-    x, between = wrap(levels, part)(x, between, first)
+    x, between = wrap(levels)(x, between, first, part)
     x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, first, part)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
     x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, first, part)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from wanjax.sharding import PictureSplit, split_picture
 from wanjax.vae_blocks import Cache, First
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_convs import DevicePart, Padding, Sides
+from wanjax.vae_convs import Padding, Part, Sides
 from wanjax.vae_model import VAE, Levels, Step, decode_chunk, encode_chunk
 
 POSITIONS = 512
@@ -35,7 +35,7 @@ class Passes(NamedTuple):
     """How a video goes through: latent frames at a time, pixels of a tile, whether the backward pass computes again, where it lies.
 
     `strips`: whether pictures are cut in strips that go through side by side. `alike`: whether the first latent frame goes through
-    as the others do, which takes the time of one chunk more and half the time to compile.
+    as the others do, which takes the time of one chunk more and less to compile.
     """
 
     chunk: int
@@ -72,14 +72,31 @@ def choose_passes(
 
 def decoder_step(weights: VAE, passes: Passes) -> Step:
     """The decoder on consecutive latent frames."""
-    wrap = _cutting(passes, weights.config, 1)
-    return _again(lambda x, cache, first: decode_chunk(x, weights, cache, first, passes.split, wrap), passes)
+    return _step(decode_chunk, weights, passes, 1)
 
 
 def encoder_step(weights: VAE, passes: Passes) -> Step:
     """The encoder on consecutive frames."""
-    wrap = _cutting(passes, weights.config, weights.config.stride // (weights.config.patch_size or 1))
-    return _again(lambda x, cache, first: encode_chunk(x, weights, cache, first, passes.split, wrap), passes)
+    return _step(encode_chunk, weights, passes, weights.config.stride // (weights.config.patch_size or 1))
+
+
+def _step(network: Callable[..., tuple[Array, Cache]], weights: VAE, passes: Passes, cells: int) -> Step:
+    """A network in strips, or its levels in tiles (and those in strips), where that is asked for.
+
+    Its input has `cells` rows for each latent.
+    """
+
+    def in_parts(levels: Levels) -> Step:
+        return in_strips(levels, passes.split, cells) if passes.strips else lambda x, cache, first: levels(x, cache, first, passes.split)
+
+    def tiled(levels: Levels) -> Levels:
+        assert passes.tile is not None
+        step = in_tiles(in_parts(levels), passes.tile // weights.config.stride, cells)
+        return lambda x, cache, first, part: step(x, cache, first)
+
+    if passes.tile is None:
+        return _again(in_parts(lambda x, cache, first, part: network(x, weights, cache, first, part)), passes)
+    return _again(lambda x, cache, first: network(x, weights, cache, first, None, tiled), passes)
 
 
 def _again(step: Step, passes: Passes) -> Step:
@@ -87,16 +104,6 @@ def _again(step: Step, passes: Passes) -> Step:
     if not passes.remat:
         return step
     return lambda x, cache, first: jax.checkpoint(lambda x, cache: step(x, cache, first))(x, cache)
-
-
-def _cutting(passes: Passes, config: VAEConfig, cells: int) -> Callable[[Levels, DevicePart | None], Step]:
-    """What makes levels a step, over tiles or strips where that is asked for; its input has `cells` rows for each latent."""
-
-    def wrap(levels: Levels, part: DevicePart | None) -> Step:
-        step = in_strips(levels, passes.split, cells) if passes.strips else lambda x, cache, first: levels(x, cache, first, part)
-        return step if passes.tile is None else in_tiles(step, passes.tile // config.stride, cells)
-
-    return wrap
 
 
 def no_history(step: Step, chunk: Float[Array, "b t h w c"]) -> Cache:
@@ -197,7 +204,7 @@ class Strips(NamedTuple):
 
     axis: int
     number: int
-    beyond: DevicePart | None
+    beyond: Part | None
 
     def apart(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b_n t h2 w2 c"]:
         """Pictures in strips."""
@@ -219,6 +226,11 @@ class Strips(NamedTuple):
         if high:
             parts.append(self._moved(lax.slice_in_dim(x, 0, high, axis=self.axis), -1))
         return jnp.concatenate(parts, axis=self.axis), left
+
+    def whole(self, x: Float[Array, "b_n t h w c"]) -> Float[Array, "b t h2 w2 c"]:
+        """The pictures, as large as they are over devices."""
+        x = self.together(x)
+        return x if self.beyond is None else self.beyond.whole(x)
 
     def _moved(self, edges: Float[Array, "b_n t h w c"], by: int) -> Float[Array, "b_n t h w c"]:
         """Edges at the strip after (1) or before (-1) their own; zeros at the one that none comes to."""
