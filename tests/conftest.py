@@ -15,6 +15,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+MAPS = 32_000
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -24,6 +25,15 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"real inputs not found at {DATA}")
     return DATA
+
+
+@pytest.fixture(autouse=True)
+def few_programs_at_hand() -> Iterator[None]:
+    """Compiled programs are dropped when they take half of the memory maps that Linux allows a process; beyond all of them it aborts."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture
