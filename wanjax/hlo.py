@@ -23,6 +23,8 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+TOGETHER = ("fusion", "call-start")
+"""Opcodes whose computations are one piece of work: fused, or handed to another core (a TPU's SparseCore) as a whole."""
 # Opcodes that only name, regroup or reinterpret what is already there, or whose cost is that of the computations they call.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all", "add-dependency"}
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "get-dimension-size", "domain"}
@@ -174,7 +176,7 @@ def parse(text: str) -> Module:
             start = _COMPUTATION.match(line)
             if start and not line.startswith("HloModule"):
                 header, lines = (start.group(2), bool(start.group(1))), []
-        elif line.startswith("}") and not line.startswith("},") and not line.startswith("}}"):
+        elif line.startswith("}, execution_thread=") or (line.startswith("}") and not line.startswith(("},", "}}"))):
             close()
             header = None
         elif _INSTRUCTION.match(line):
@@ -291,7 +293,9 @@ def _below(module: Module, where: Computation, instruction: Instruction, trips: 
         body = re.search(r"body=%?([\w.\-]+)", instruction.text)
         assert body is not None
         return _walk(module, module.computations[body.group(1)], trips * (1 if turns is None else turns), unknown)
-    branches = [_walk(module, module.computations[name], trips, unknown) for name in instruction.called if instruction.opcode != "fusion"]
+    branches = [
+        _walk(module, module.computations[name], trips, unknown) for name in instruction.called if instruction.opcode not in TOGETHER
+    ]
     if instruction.opcode == "conditional":
         return max(branches, key=lambda branch: sum(o.instruction.cycles * o.trips for o in branch) or len(branch))
     if instruction.opcode in ("call", "async-start"):
@@ -300,8 +304,8 @@ def _below(module: Module, where: Computation, instruction: Instruction, trips: 
 
 
 def inside(module: Module, instruction: Instruction) -> Iterator[tuple[Instruction, Computation]]:
-    """Everything in the fused computations of an instruction, nested ones too."""
-    if instruction.opcode != "fusion":
+    """Everything in the fused computations of an instruction, nested ones too, or in what it has another core do meanwhile."""
+    if instruction.opcode not in TOGETHER:
         return
     for name in instruction.called:
         computation = module.computations[name]
@@ -373,8 +377,8 @@ def category(instruction: Instruction, module: Module) -> str:
         if "matmul" in name or "conv" in name.lower():
             return "matmul"
         return "kernel" if name in ("tpu_custom_call", "triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu") else "custom call"
-    if base in ("copy", "async") and instruction.opcode != base:
-        return "async copy"
+    if base in ("copy", "async", "call") and instruction.opcode != base:
+        return "collective" if any(collective_kind(i) for i, _ in inside(module, instruction)) else "async copy"
     inner = [instruction] if instruction.opcode != "fusion" else [i for i, _ in inside(module, instruction)]
     codes = {i.opcode for i in inner}
     if codes & {"convolution", "dot"}:

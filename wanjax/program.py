@@ -230,7 +230,7 @@ def analyse_text(text: str, memory: Any = None) -> Report:
         kind = hlo.category(i, module)
         if kind == "free":
             continue
-        inner = [(i, where)] if i.opcode != "fusion" else list(hlo.inside(module, i))
+        inner = list(hlo.inside(module, i)) if i.opcode in hlo.TOGETHER else [(i, where)]
         work = hlo.kernel_flops(i) if kind == "kernel" else sum((hlo.flops(x, computation) for x, computation in inner), 0.0)
         of = [b for x in where.operands(i) for b in x.shape] if kind == "kernel" else i.shape
         largest = sorted((b for b in of if b.dims), key=lambda b: -b.size)[: 3 if kind == "kernel" else 1]
@@ -262,7 +262,7 @@ def _collectives(module: hlo.Module, occurrences: list[hlo.Occurrence]) -> list[
     }
     for occurrence in occurrences:
         i, where, trips = occurrence.instruction, occurrence.where, occurrence.trips
-        if i.opcode == "fusion":
+        if i.opcode in hlo.TOGETHER:
             inner = [(x, c) for x, c in hlo.inside(module, i) if hlo.collective_kind(x)]
         else:
             inner = [(i, where)] if hlo.collective_kind(i) else []
