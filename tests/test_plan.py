@@ -105,6 +105,37 @@ def test_a_loop_of_unknown_length_is_named():
     assert report.flops == 2 * 8**3
 
 
+def test_an_exchange_that_another_core_does_is_seen_beside_what_is_computed():
+    """As programs for a TPU with SparseCores have it."""
+    text = """HloModule jit_f, num_partitions=4
+
+%called (param: bf16[256,128], token: token[]) -> bf16[1024,128] {
+  %token = token[] parameter(1)
+  %param = bf16[256,128]{1,0} parameter(0)
+  ROOT %all-gather = bf16[1024,128]{1,0} all-gather(%param), replica_groups=[1,4]<=[4], dimensions={0}
+}, execution_thread="sparsecore"
+
+%copied (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  ROOT %copy = bf16[8,128]{1,0} copy(%x), backend_config={"estimated_cycles":"1000"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[256,128], b: bf16[8,128]) -> bf16[1024,128] {
+  %a = bf16[256,128]{1,0} parameter(0)
+  %b = bf16[8,128]{1,0} parameter(1)
+  %gather-start = ((bf16[256,128]{1,0}, token[]), bf16[1024,128]{1,0}) call-start(%a), async_execution_thread="sparsecore", to_apply=%called
+  %copy-start = ((bf16[8,128]{1,0}), bf16[8,128]{1,0}) call-start(%b), async_execution_thread="sparsecore", to_apply=%copied
+  %work = bf16[8,128]{1,0} negate(%b), backend_config={"estimated_cycles":"500"}
+  %copy-done = bf16[8,128]{1,0} call-done(%copy-start)
+  ROOT %gather-done = bf16[1024,128]{1,0} call-done(%gather-start)
+}
+"""
+    report = analyse_text(text)
+    (gather,) = report.collectives
+    assert (gather.kind, gather.bytes, gather.group, gather.asynchronous, gather.hidden_cycles) == ("all-gather", 1024 * 256, 4, True, 500)
+    assert report.cycles == 500
+
+
 def test_report_prints_its_sums():
     report = analyse(jax.jit(scanned_matmuls).lower(jnp.zeros((32, 64)), jnp.zeros((7, 64, 64))).compile())
     assert f"{report.flops:.3e}" in str(report)
@@ -114,6 +145,16 @@ def test_report_prints_its_sums():
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         analyse_text("hello")
+
+
+def test_programs_of_another_libtpu_are_told(monkeypatch):
+    def as_text(_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", as_text)
+    with pytest.raises(RuntimeError, match=r'another version has made: pip install "wanjax\[tpu\]"'):
+        analyse(compiled)
 
 
 # --- programs compiled for a TPU ---
@@ -158,10 +199,11 @@ def test_tpu_gather_waits(v6e):
 
 
 @pytest.mark.tpu
-def test_two_layers_of_14b_on_eight_chips_are_a_good_program():
+@pytest.mark.parametrize(("topology", "context"), [("v6e:2x4", 4), ("v6e:2x4", 8), ("tpu7x:2x2x1", 4)])
+def test_two_layers_of_14b_on_eight_devices_are_a_good_program(topology, context):
     """720p, 81 frames, both branches of guidance: what 40 layers cost is 20 times the loop, and a little at the ends."""
     pytest.importorskip("libtpu")
-    mesh = make_mesh(data=2, context=4, devices=topology_devices("v6e:2x4"))
+    mesh = make_mesh(data=8 // context, context=context, devices=topology_devices(topology))
     config = replace(T2V_14B, num_layers=2)
     template = jax.eval_shape(lambda: init_transformer(config, jax.random.key(0), jnp.bfloat16))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -177,8 +219,9 @@ def test_two_layers_of_14b_on_eight_chips_are_a_good_program():
     assert report.flops == pytest.approx(2 * formula.products / 8, rel=0.02)
     assert report.kernel_flops == pytest.approx(2 * formula.attention / 8, rel=0.01)
     hops = [c for c in report.collectives if c.kind == "collective-permute" and c.bytes > 1e6]
-    assert sum(c.trips for c in hops) == 2 * 3 * 2  # layers, hops around four devices, keys and values
-    assert all(c.bytes == 18900 * 5120 * 2 and c.asynchronous and c.hidden_kernels for c in hops)
+    assert sum(c.trips for c in hops) == 2 * (context - 1) * 2  # layers, hops around the devices, keys and values
+    tokens = -(-75600 // context // 16) * 16  # whole tiles
+    assert all(c.bytes == context // 4 * tokens * 5120 * 2 and c.asynchronous and c.hidden_kernels for c in hops)
     assert report.memory.peak < 3e9
 
 

@@ -203,9 +203,17 @@ def _size(count: float | int) -> str:
 def analyse(compiled: jax.stages.Compiled) -> Report:
     """Reads a compiled program: `analyse(jax.jit(f).lower(...).compile())`; for whichever device it was compiled.
 
-    Estimated cycles are in the text of TPU programs only; the rest works for any backend.
+    Estimated cycles are in the text of TPU programs only; the rest works for any backend. RuntimeError where a libtpu that is not
+    the one of this JAX has made a program that cannot be read.
     """
-    return analyse_text(compiled.as_text() or "", compiled.memory_analysis())
+    try:
+        text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"jax {jax.__version__} cannot read this program, which a libtpu of another version has made: "
+            'pip install "wanjax[tpu]" has its own.'
+        ) from error
+    return analyse_text(text, compiled.memory_analysis())
 
 
 def compile_and_analyse(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Report]:

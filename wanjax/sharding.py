@@ -132,6 +132,10 @@ HIDDEN = 8192
 """Tokens on a device from which attention over them takes longer than handing its keys and values to a neighbour, on any TPU or GPU."""
 
 
+TILE, MANY_TILES = 16, 128
+"""Rows of a bfloat16 tile on a TPU, and tiles of tokens on a device from which filling the last one costs less than a percent."""
+
+
 def choose_way(devices: int, heads: int, kind: str = "auto", tokens: int = 0) -> Way:
     """The way for so many devices on `context`, heads and `tokens` on each: "ring", "ulysses" or "2d", and "auto" one of these.
 
@@ -161,9 +165,13 @@ class Layout:
     kind: str = "auto"
 
     def rows(self, x: Shaped[Array, "..."], axis: int, batch: int | None = None) -> Shaped[Array, "..."]:
-        """Spread an axis of tokens over `context`, padded at its end to divide, and an axis of videos over `data` and `fsdp`."""
+        """Spread an axis of tokens over `context`, padded at its end to divide, and an axis of videos over `data` and `fsdp`.
+
+        On a TPU, where they are many, to whole tiles on every device: the exchanges of several videos are copied else.
+        """
         context = self.mesh.shape["context"]
-        if missing := -x.shape[axis] % context:
+        tile = TILE if self.mesh.devices.flat[0].platform == "tpu" and x.shape[axis] >= MANY_TILES * TILE * context else 1
+        if missing := -x.shape[axis] % (context * tile):
             x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
         spec: list[Any] = [None] * x.ndim
         spec[axis] = "context"
