@@ -164,20 +164,26 @@ class Layout:
     mesh: Mesh
     kind: str = "auto"
 
-    def rows(self, x: Shaped[Array, "..."], axis: int, batch: int | None = None) -> Shaped[Array, "..."]:
-        """Spread an axis of tokens over `context`, padded at its end to divide, and an axis of videos over `data` and `fsdp`.
+    def rows(self, x: Shaped[Array, "..."], axis: int, batch: int | None = None, length: int | None = None) -> Shaped[Array, "..."]:
+        """Spread tokens over `context`, padded at their end to divide or to `length`, and videos over `data` and `fsdp`.
 
-        On a TPU, where they are many, to whole tiles on every device: the exchanges of several videos are copied else.
+        Where a TPU has several videos, to whole tiles on every device: their keys and values are copied on their way around else.
         """
-        context = self.mesh.shape["context"]
-        tile = TILE if self.mesh.devices.flat[0].platform == "tpu" and x.shape[axis] >= MANY_TILES * TILE * context else 1
-        if missing := -x.shape[axis] % (context * tile):
+        size, context = x.shape[axis], self.mesh.shape["context"]
+        tile = TILE if batch is not None and self._tiled(x.shape[batch], size // context) else 1
+        missing = -size % (context * tile) if length is None else length - size
+        if missing:
             x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
         spec: list[Any] = [None] * x.ndim
         spec[axis] = "context"
         if batch is not None:
             spec[batch] = self._videos(x.shape[batch])
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+    def _tiled(self, batch: int, tokens: int) -> bool:
+        """Whether so many videos of so many tokens a device are padded to whole tiles."""
+        videos = batch // math.prod(self.mesh.shape[axis] for axis in self._videos(batch) or ())
+        return self.mesh.devices.flat[0].platform == "tpu" and videos > 1 and tokens >= MANY_TILES * TILE
 
     def block(self, weights: Tree) -> Tree:
         """One layer's weights as it computes with them: gathered from their parts, heads and channels still on `tensor`."""

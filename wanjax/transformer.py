@@ -208,8 +208,8 @@ class Rope(NamedTuple):
 class Layout(Protocol):
     """How rows of tokens and a block's weights lie on devices, and attention between them; `wanjax.sharding` has one."""
 
-    def rows(self, x: Array, axis: int, batch: int | None = None) -> Array:
-        """The same rows, spread along an axis of tokens that may be padded at its end, and one of videos."""
+    def rows(self, x: Array, axis: int, batch: int | None = None, length: int | None = None) -> Array:
+        """The same rows, spread along an axis of tokens, padded at its end to `length` or as is best, and one of videos."""
         ...
 
     def block(self, weights: Block) -> Block:
@@ -280,8 +280,10 @@ def velocity(
     rope = rope_table(grid, config.attention_head_dim)
     tokens, turn = x.shape[1], rotate
     if layout is not None:
-        x, rope = layout.rows(x, 1, 0), Rope(*(layout.rows(table, 0) for table in rope))
-        time, modulation = (y if y.shape[-2] == 1 else layout.rows(y, y.ndim - 2, y.ndim - 3) for y in (time, modulation))
+        x = layout.rows(x, 1, 0)
+        spread = partial(layout.rows, length=x.shape[1])
+        rope = Rope(*(spread(table, 0) for table in rope))
+        time, modulation = (y if y.shape[-2] == 1 else spread(y, y.ndim - 2, y.ndim - 3) for y in (time, modulation))
         attend, cross_attend, turn = layout.attend, layout.cross_attend, partial(layout.locally, rotate)
     if x.shape[1] > tokens:
         attend = partial(attend, valid=tokens)
