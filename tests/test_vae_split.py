@@ -13,7 +13,19 @@ from vae_models import SHORT, random_latents, random_vae
 import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
-from wanjax.vae import VAE_2_1, _decode, _decode_step, _encode, _encode_step, decode, decode_stream, encode, encode_stream, init_vae
+from wanjax.vae import (
+    VAE_2_1,
+    VAE_2_2,
+    _decode,
+    _decode_step,
+    _encode,
+    _encode_step,
+    decode,
+    decode_stream,
+    encode,
+    encode_stream,
+    init_vae,
+)
 from wanjax.vae_passes import choose_passes, choose_strips, overlap, tile_starts
 
 
@@ -220,8 +232,9 @@ def test_sizes_that_cannot_be_are_refused(vae):
 
 
 def test_by_default_chunks_are_large_where_pictures_are_small():
-    chunk = lambda t, h, w: choose_passes(VAE_2_1, (1, 16, t, h, w), chunk=None, tile=None, mesh=None).chunk
+    chunk = lambda t, h, w, config=VAE_2_1: choose_passes(config, (1, config.z_dim, t, h, w), chunk=None, tile=None, mesh=None).chunk
     assert [chunk(21, 60, 104), chunk(5, 16, 16), chunk(5, 8, 8), chunk(21, 8, 8), chunk(1, 8, 8), chunk(8, 8, 10)] == [1, 2, 4, 5, 1, 1]
+    assert [chunk(5, 8, 8, VAE_2_2), chunk(5, 4, 4, VAE_2_2), chunk(21, 30, 52, VAE_2_2)] == [2, 4, 1]  # as many pixels
 
 
 def test_gradients_match_finite_differences(vae):

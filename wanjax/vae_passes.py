@@ -24,8 +24,8 @@ from wanjax.vae_config import VAEConfig
 from wanjax.vae_convs import Padding, Part, Sides
 from wanjax.vae_model import VAE, Levels, Step, decode_chunk, encode_chunk
 
-POSITIONS = 512
-"""Latent positions that a chunk has by default: fewer leave the cores of a CPU waiting for weights."""
+PIXELS = 1 << 15
+"""Pixels of the latent frames that a chunk has by default: fewer leave the cores of a CPU waiting for weights."""
 
 STRIPS = 16
 """Strips that a picture is cut in on a TPU, at the most: as many as there are sublanes for bfloat16."""
@@ -51,7 +51,7 @@ def choose_passes(
 ) -> Passes:
     """The passes for latents of shape (b, c, t, h, w). ValueError for sizes that cannot be.
 
-    By default as many latent frames go through at a time as have 512 positions, one at the least, and leave no rest.
+    By default as many latent frames go through at a time as have 32,768 pixels, one at the least, and leave no rest.
     """
     stride = config.stride
     if chunk is not None and chunk < 1:
@@ -63,7 +63,7 @@ def choose_passes(
         raise ValueError("tile and mesh both cut the picture: give one of them.")
     b, _, t, h, w = latents
     if chunk is None:
-        most = max(min(POSITIONS // (h * w), t - 1), 1)
+        most = max(min(PIXELS // (h * w * stride**2), t - 1), 1)
         chunk = next(size for size in range(most, 0, -1) if (t - 1) % size == 0)
     tpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
     split = None if mesh is None else split_picture(mesh, b, h, w)
