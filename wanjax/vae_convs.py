@@ -1,11 +1,11 @@
 """The convolutions of the Wan VAE: causal in time, within a frame, and after a nearest doubling; `b t h w c`, kernels `... cin cout`.
 
-Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
-program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution, but on a TPU one to a few channels is one
-matrix product. On a CPU it is 2D convolutions of
-frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six; with many channels two rows from four,
-too, or one matrix product where there are few positions. The gradient of a kernel is written as matrix products: the compiler's
-own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
+Each has one meaning and a form for each platform, chosen where the program is lowered (`lax.platform_dependent`), which holds also
+for a TPU program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution; on a TPU one that makes few
+channels is one matrix product. On a CPU it is 2D convolutions of frames, two output frames from four of them (Winograd's F(2, 3) over
+time) instead of six; with many channels two rows from four, too, or one matrix product where there are few positions. The gradient of
+a kernel is written as matrix products there: the compiler's own, inside a loop, is a hundred times slower. Written so, it is there for
+reverse mode (`grad`, `vjp`) alone.
 
 Frames may be parts of larger ones, which lie on other devices or side by side: `Part` says how to see beyond their edges.
 """
@@ -80,7 +80,8 @@ def causal_conv(
         frames = jnp.pad(x, ((0, 0), (kernel.shape[0] - 1, 0), (0, 0), (0, 0), (0, 0)))
     frames, padding = _surrounded(frames, _centred(kernel.shape[1:3]), part)
     cpu, other = (functools.partial(form, padding=padding, stride=stride) for form in (_causal_by_frames, _causal_at_once))
-    tpu = functools.partial(_causal_by_taps, padding=padding) if stride == 1 and kernel[..., 0, :].size <= NARROW else other
+    made, taps = kernel.size // kernel.shape[3], kernel.size // (kernel.shape[3] * kernel.shape[4])
+    tpu = functools.partial(_causal_by_taps, padding=padding) if taps > 1 and made <= NARROW and stride == 1 else other
     return lax.platform_dependent(frames, kernel, cpu=cpu, tpu=tpu, default=other) + conv.bias
 
 
