@@ -1,11 +1,10 @@
 """The convolutions of the Wan VAE: causal in time, within a frame, and after a nearest doubling; `b t h w c`, kernels `... cin cout`.
 
-Each has one meaning and a form for each platform, chosen where the program is lowered (`lax.platform_dependent`), which holds also
-for a TPU program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution; on a TPU one that makes few
-channels is one matrix product. On a CPU it is 2D convolutions of frames, two output frames from four of them (Winograd's F(2, 3) over
-time) instead of six; with many channels two rows from four, too, or one matrix product where there are few positions. The gradient of
-a kernel is written as matrix products there: the compiler's own, inside a loop, is a hundred times slower. Written so, it is there for
-reverse mode (`grad`, `vjp`) alone.
+Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
+program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution. On a CPU it is 2D convolutions of
+frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six; with many channels two rows from four,
+too, or one matrix product where there are few positions. The gradient of a kernel is written as matrix products: the compiler's
+own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
 
 Frames may be parts of larger ones, which lie on other devices or side by side: `Part` says how to see beyond their edges.
 """
@@ -29,8 +28,6 @@ Padding = tuple[Sides, Sides]
 _NO_PADDING: Padding = ((0, 0), (0, 0))
 WIDE, FEW = 512, 128
 """On a CPU: channels from which rows, too, are convolved two from four, and positions up to which a convolution is one product."""
-NARROW = 128
-"""On a TPU: numbers that a convolution makes of a pixel, all taps together, up to which they are a product: as many as there are lanes."""
 
 
 class CausalConv3d(eqx.Module):
@@ -80,9 +77,7 @@ def causal_conv(
         frames = jnp.pad(x, ((0, 0), (kernel.shape[0] - 1, 0), (0, 0), (0, 0), (0, 0)))
     frames, padding = _surrounded(frames, _centred(kernel.shape[1:3]), part)
     cpu, other = (functools.partial(form, padding=padding, stride=stride) for form in (_causal_by_frames, _causal_at_once))
-    made, taps = kernel.size // kernel.shape[3], kernel.size // (kernel.shape[3] * kernel.shape[4])
-    tpu = functools.partial(_causal_by_taps, padding=padding) if taps > 1 and made <= NARROW and stride == 1 else other
-    return lax.platform_dependent(frames, kernel, cpu=cpu, tpu=tpu, default=other) + conv.bias
+    return lax.platform_dependent(frames, kernel, cpu=cpu, default=other) + conv.bias
 
 
 def frame_conv(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None = None) -> Float[Array, "b t h w cout"]:
@@ -137,19 +132,6 @@ def _causal_at_once(
     """A 3D convolution, its sums in float32."""
     labels = ("NDHWC", "DHWIO", "NDHWC")
     return lax.conv_general_dilated(x, kernel, (stride, 1, 1), ((0, 0), *padding), dimension_numbers=labels)
-
-
-def _causal_by_taps(
-    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding
-) -> Float[Array, "b t2 h2 w2 cout"]:
-    """The same as one matrix product of every pixel with all taps, added up where each is to be seen, in float32."""
-    *taps, _, cout = kernel.shape
-    x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
-    flat = rearrange(kernel, "kt kh kw cin cout -> cin (kt kh kw cout)")
-    made = jnp.matmul(x, flat, preferred_element_type=jnp.float32).reshape(*x.shape[:4], *taps, cout)
-    t, h, w = (size - k + 1 for size, k in zip(x.shape[1:4], taps, strict=True))
-    y = functools.reduce(jnp.add, [made[:, i : i + t, j : j + h, k : k + w, i, j, k] for i, j, k in np.ndindex(*taps)])
-    return y.astype(x.dtype)
 
 
 def _causal_by_frames(
