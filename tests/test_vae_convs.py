@@ -13,13 +13,34 @@ def drawn(*shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 0))], ids=["centred", "uneven"])
-@pytest.mark.parametrize(("frames", "cin"), [(3, 4), (6, 4), (5, 520), (9, 520)])
-def test_all_forms_are_the_same(padding, frames, cin):
-    x, kernel = drawn(2, frames, 5, 7, cin), drawn(3, 3, 3, cin, 3)
+@pytest.mark.parametrize(("frames", "cin", "h"), [(1, 4, 5), (3, 4, 5), (6, 4, 5), (1, 520, 5), (5, 520, 5), (9, 520, 5), (8, 520, 6)])
+def test_all_forms_are_the_same(padding, frames, cin, h):
+    x, kernel = drawn(2, frames, h, 7, cin), drawn(3, 3, 3, cin, 3)
     once = vae_convs._causal_at_once(x, kernel, padding, 1)
     others = [
         vae_convs._causal_by_frames(x, kernel, padding, 1),
-        vae_convs._causal_as_product(x, kernel, padding),
+        vae_convs._causal_by_taps(x, kernel, padding),
     ]
     for other in others:
+        assert other.shape == once.shape
         assert np.linalg.norm(other - once) <= 2e-6 * np.linalg.norm(once)
+
+
+def test_gradients_of_wide_convolutions_are_those_of_one_convolution():
+    x, kernel = drawn(1, 5, 8, 6, 520), drawn(3, 3, 3, 520, 2) / 100
+    wanted = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(vae_convs._causal_at_once(x, kernel, ((1, 1), (1, 1)), 1))), (0, 1))(x, kernel)
+    got = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(vae_convs._causal_by_frames(x, kernel, ((1, 1), (1, 1)), 1))), (0, 1))(x, kernel)
+    for a, b in zip(got, wanted, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
+
+
+def test_a_wide_convolution_holds_no_second_kernel():
+    """What is made of the kernels of all convolutions would be computed before anything else, and lie in memory together."""
+    shapes = jax.ShapeDtypeStruct((1, 6, 16, 8, 512), jnp.float32), jax.ShapeDtypeStruct((3, 3, 3, 512, 512), jnp.float32)
+
+    def both(x, kernel, other):
+        return vae_convs._causal_by_frames(vae_convs._causal_by_frames(x, kernel, ((1, 1), (1, 1)), 1)[:, :3], other, ((1, 1), (1, 1)), 1)
+
+    compiled = jax.jit(both).lower(*shapes, shapes[1]).compile()
+    kernel_bytes = np.prod(shapes[1].shape) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.0 * kernel_bytes

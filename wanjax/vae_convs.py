@@ -3,7 +3,8 @@
 Each has one meaning and two forms, chosen where the program is lowered (`lax.platform_dependent`), which holds also for a TPU
 program compiled on a CPU host. On a TPU or GPU a causal convolution is one 3D convolution. On a CPU it is 2D convolutions of
 frames, two output frames from four of them (Winograd's F(2, 3) over time) instead of six; with many channels two rows from four,
-too, or one matrix product where there are few positions. The gradient of a kernel is written as matrix products: the compiler's
+too, or a matrix product for each tap where there are few positions, both in loops: what needs only weights is computed before
+all else, and lies in memory until it is used. The gradient of a kernel is written as matrix products: the compiler's
 own, inside a loop, is a hundred times slower. Written so, it is there for reverse mode (`grad`, `vjp`) alone.
 
 Frames may be parts of larger ones, which lie on other devices or side by side: `Part` says how to see beyond their edges.
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from wanjax.weights import stored
 
@@ -27,7 +28,7 @@ Sides = tuple[int, int]  # rows above and below, or columns to the left and righ
 Padding = tuple[Sides, Sides]
 _NO_PADDING: Padding = ((0, 0), (0, 0))
 WIDE, FEW = 512, 128
-"""On a CPU: channels from which rows, too, are convolved two from four, and positions up to which a convolution is one product."""
+"""On a CPU: channels from which rows, too, are convolved two from four, and positions up to which each tap is a matrix product."""
 
 
 class CausalConv3d(eqx.Module):
@@ -71,9 +72,7 @@ def causal_conv(
     kernel, frames = conv.weight, x
     if history is not None:
         frames = jnp.concatenate([history, x], axis=1)
-    elif x.shape[1] == 1:
-        kernel = kernel[-1:]  # the other taps see zeros only
-    else:
+    elif x.shape[1] > 1:
         frames = jnp.pad(x, ((0, 0), (kernel.shape[0] - 1, 0), (0, 0), (0, 0), (0, 0)))
     frames, padding = _surrounded(frames, _centred(kernel.shape[1:3]), part)
     cpu, other = (functools.partial(form, padding=padding, stride=stride) for form in (_causal_by_frames, _causal_at_once))
@@ -129,7 +128,8 @@ def _surrounded(x: Float[Array, "b t h w c"], padding: Padding, part: Part | Non
 def _causal_at_once(
     x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding, stride: int
 ) -> Float[Array, "b t2 h2 w2 cout"]:
-    """A 3D convolution, its sums in float32."""
+    """A 3D convolution, its sums in float32. Of one frame alone there is the last tap only: the others see zeros."""
+    kernel = kernel[-x.shape[1] :]
     labels = ("NDHWC", "DHWIO", "NDHWC")
     return lax.conv_general_dilated(x, kernel, (stride, 1, 1), ((0, 0), *padding), dimension_numbers=labels)
 
@@ -138,61 +138,87 @@ def _causal_by_frames(
     x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding, stride: int
 ) -> Float[Array, "b t2 h2 w2 cout"]:
     """The same by 2D convolutions of frames in float32, for two frames at a time, then for what remains."""
-    dtype, taps = x.dtype, kernel.shape[0]
+    dtype, taps = x.dtype, min(x.shape[1], kernel.shape[0])
     x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     count = (x.shape[1] - taps) // stride + 1
-    wide = kernel.shape[3] >= WIDE and kernel.shape[1] == 3
-    if wide and stride == 1 and x.shape[0] * count * x.shape[2] * x.shape[3] <= FEW:
-        return _causal_as_product(x, kernel, padding).astype(dtype)
-    conv = functools.partial(_rows if wide else _frames, padding=padding)
+    wide = kernel.shape[3] >= WIDE and kernel.shape[1] == 3 and stride == 1
     pairs = count // 2 if taps == 3 and stride == 1 else 0
+    if wide and x.shape[0] * count * x.shape[2] * x.shape[3] <= FEW:
+        pairs = 0
     parts = []
     if pairs:
-        both = _two_of_four([x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, conv)
+        four = [x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)]
+        both = _one_by_one(four, kernel, _rows, padding) if wide else _two_of_four(four, kernel, _frames, padding)
         parts.append(rearrange(jnp.stack(both, axis=2), "b t two h w c -> b (t two) h w c"))
-    if rest := count - 2 * pairs:
-        begin = 2 * pairs
-        shifted = (x[:, begin + tap : begin + tap + stride * (rest - 1) + 1 : stride] for tap in range(taps))
-        parts.append(functools.reduce(jnp.add, [conv(frames, tap) for frames, tap in zip(shifted, kernel, strict=True)]))
+    if 2 * pairs < count:
+        rest = x[:, 2 * pairs :]
+        parts.append(_causal_by_taps(rest, kernel, padding) if wide else _causal_by_shifts(rest, kernel, padding, stride))
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
     return y.astype(dtype)
 
 
+def _causal_by_shifts(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding, stride: int
+) -> Float[Array, "b t2 h2 w2 cout"]:
+    """A 2D convolution of all frames for each tap over time."""
+    taps = min(x.shape[1], kernel.shape[0])
+    shifted = (x[:, tap : x.shape[1] - taps + tap + 1 : stride] for tap in range(taps))
+    return functools.reduce(jnp.add, [_frames(frames, tap, padding) for frames, tap in zip(shifted, kernel[-taps:], strict=True)])
+
+
+def _weighted(shares: Float[Array, " taps"], kernel: Float[Array, "taps *kernel"]) -> Float[Array, "*kernel"]:
+    """Taps times their shares, added up."""
+    return functools.reduce(jnp.add, [share * tap for share, tap in zip(shares, kernel, strict=True)])
+
+
 def _two_of_four(
-    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array], Array]
+    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array, Padding], Array], padding: Padding
 ) -> tuple[Array, Array]:
     """Of four neighbours a, b, c, d what three taps make of (a, b, c) and of (b, c, d), in four products: Winograd's F(2, 3)."""
     a, b, c, d = inputs
     outer, middle = taps[0] + taps[2], taps[1]
-    first, last = conv(a - c, taps[0]), conv(b - d, taps[2])
-    plus, minus = conv(b + c, (outer + middle) / 2), conv(c - b, (outer - middle) / 2)
+    first, last = conv(a - c, taps[0], padding), conv(b - d, taps[2], padding)
+    plus, minus = conv(b + c, (outer + middle) / 2, padding), conv(c - b, (outer - middle) / 2, padding)
+    return first + plus + minus, plus - minus - last
+
+
+def _one_by_one(
+    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array, Padding], Array], padding: Padding
+) -> tuple[Array, Array]:
+    """`_two_of_four` in a loop, which has the taps of one product at a time: those of all convolutions together are gigabytes."""
+    a, b, c, d = inputs
+    shares = jnp.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], taps.dtype)
+    one = lambda product: conv(product[0], _weighted(product[1], taps), padding)
+    first, plus, minus, last = lax.map(one, (jnp.stack([a - c, b + c, c - b, b - d]), shares))
     return first + plus + minus, plus - minus - last
 
 
 def _rows(x: Float[Array, "b t h w cin"], kernel: Float[Array, "3 kw cin cout"], padding: Padding) -> Float[Array, "b t h2 w2 cout"]:
-    """A convolution of every frame, two rows from four by convolutions of single rows, where there are so many rows."""
+    """A convolution of every frame, two rows from four by convolutions of single rows; an odd one out has a row of zeros beside it."""
     rows, columns = padding
-    x = jnp.pad(x, ((0, 0), (0, 0), rows, (0, 0), (0, 0)))
-    pairs, rest = divmod(x.shape[2] - 2, 2)
-    single = lambda x, tap: _frames(x, tap[None], (_NO_PADDING[0], columns))
-    parts = []
-    if pairs:
-        both = _two_of_four([x[:, :, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, single)
-        parts.append(rearrange(jnp.stack(both, axis=3), "b t h two w c -> b t (h two) w c"))
-    if rest:
-        parts.append(_frames(x[:, :, 2 * pairs :], kernel, (_NO_PADDING[0], columns)))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
+    h = x.shape[2] + sum(rows) - 2
+    x = jnp.pad(x, ((0, 0), (0, 0), (rows[0], rows[1] + h % 2), (0, 0), (0, 0)))
+    pairs = (h + 1) // 2
+    single = lambda x, tap, padding: _frames(x, tap[None], padding)
+    both = _one_by_one([x[:, :, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, single, (_NO_PADDING[0], columns))
+    return rearrange(jnp.stack(both, axis=3), "b t h two w c -> b t (h two) w c")[:, :, :h]
 
 
-def _causal_as_product(
+def _causal_by_taps(
     x: Float[Array, "b t h w cin"], kernel: Float[Array, "kt kh kw cin cout"], padding: Padding
 ) -> Float[Array, "b t2 h2 w2 cout"]:
-    """All that each position sees, side by side, times all taps: with few positions it is the kernel that takes time to read."""
-    kt, kh, kw, _, cout = kernel.shape
+    """A matrix product for each tap, in a loop: the kernel is read once and nothing is made of it, which few positions do not repay."""
+    taps = min(x.shape[1], kernel.shape[0])
     x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
-    t, h, w = (size - k + 1 for size, k in zip(x.shape[1:4], (kt, kh, kw), strict=True))
-    seen = [x[:, i : i + t, j : j + h, k : k + w] for i, j, k in np.ndindex(kt, kh, kw)]
-    return jnp.matmul(jnp.concatenate(seen, axis=-1), kernel.reshape(-1, cout))
+    t, h, w = (size - k + 1 for size, k in zip(x.shape[1:4], (taps, *kernel.shape[1:3]), strict=True))
+    places = jnp.asarray(list(np.ndindex(taps, *kernel.shape[1:3])))
+
+    def add(y: Float[Array, "b t h w cout"], place: Int[Array, "3"]) -> tuple[Float[Array, "b t h w cout"], None]:
+        seen = lax.dynamic_slice(x, (0, *place, 0), (x.shape[0], t, h, w, x.shape[4]))
+        tap = lax.dynamic_slice(kernel, (kernel.shape[0] - taps + place[0], place[1], place[2], 0, 0), (1, 1, 1, *kernel.shape[3:]))
+        return y + jnp.matmul(seen, tap[0, 0, 0]), None
+
+    return lax.scan(add, jnp.zeros((x.shape[0], t, h, w, kernel.shape[4]), x.dtype), places)[0]
 
 
 def _each_frame(
