@@ -41,6 +41,7 @@ def test_a_wide_convolution_holds_no_second_kernel():
     def both(x, kernel, other):
         return vae_convs._causal_by_frames(vae_convs._causal_by_frames(x, kernel, ((1, 1), (1, 1)), 1)[:, :3], other, ((1, 1), (1, 1)), 1)
 
-    compiled = jax.jit(both).lower(*shapes, shapes[1]).compile()
+    memory = jax.jit(both).lower(*shapes, shapes[1]).compile().memory_analysis()
     kernel_bytes = np.prod(shapes[1].shape) * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.0 * kernel_bytes
+    assert memory is not None
+    assert memory.temp_size_in_bytes < kernel_bytes
