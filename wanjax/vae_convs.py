@@ -148,7 +148,7 @@ def _causal_by_frames(
     parts = []
     if pairs:
         four = [x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)]
-        both = _one_by_one(four, kernel, _rows, padding) if wide else _two_of_four(four, kernel, _frames, padding)
+        both = _two_of_four(four, kernel, _rows if wide else _frames, padding, loop=wide)
         parts.append(rearrange(jnp.stack(both, axis=2), "b t two h w c -> b (t two) h w c"))
     if 2 * pairs < count:
         rest = x[:, 2 * pairs :]
@@ -172,24 +172,27 @@ def _weighted(shares: Float[Array, " taps"], kernel: Float[Array, "taps *kernel"
 
 
 def _two_of_four(
-    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array, Padding], Array], padding: Padding
+    inputs: Sequence[Array],
+    taps: Float[Array, "three *kernel"],
+    conv: Callable[[Array, Array, Padding], Array],
+    padding: Padding,
+    loop: bool = False,
 ) -> tuple[Array, Array]:
-    """Of four neighbours a, b, c, d what three taps make of (a, b, c) and of (b, c, d), in four products: Winograd's F(2, 3)."""
-    a, b, c, d = inputs
-    outer, middle = taps[0] + taps[2], taps[1]
-    first, last = conv(a - c, taps[0], padding), conv(b - d, taps[2], padding)
-    plus, minus = conv(b + c, (outer + middle) / 2, padding), conv(c - b, (outer - middle) / 2, padding)
-    return first + plus + minus, plus - minus - last
+    """Of four neighbours a, b, c, d what three taps make of (a, b, c) and of (b, c, d), in four products: Winograd's F(2, 3).
 
-
-def _one_by_one(
-    inputs: Sequence[Array], taps: Float[Array, "three *kernel"], conv: Callable[[Array, Array, Padding], Array], padding: Padding
-) -> tuple[Array, Array]:
-    """`_two_of_four` in a loop, which has the taps of one product at a time: those of all convolutions together are gigabytes."""
+    A `loop` has the taps of one product at a time: those of all wide convolutions together are gigabytes.
+    """
     a, b, c, d = inputs
-    shares = jnp.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], taps.dtype)
-    one = lambda product: conv(product[0], _weighted(product[1], taps), padding)
-    first, plus, minus, last = lax.map(one, (jnp.stack([a - c, b + c, c - b, b - d]), shares))
+    seen = [a - c, b + c, c - b, b - d]
+    if loop:
+        shares = jnp.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], taps.dtype)
+        one = lambda product: conv(product[0], _weighted(product[1], taps), padding)
+        products = lax.map(one, (jnp.stack(seen), shares))
+    else:
+        outer, middle = taps[0] + taps[2], taps[1]
+        summed = taps[0], (outer + middle) / 2, (outer - middle) / 2, taps[2]
+        products = [conv(x, tap, padding) for x, tap in zip(seen, summed, strict=True)]
+    first, plus, minus, last = products
     return first + plus + minus, plus - minus - last
 
 
@@ -200,7 +203,8 @@ def _rows(x: Float[Array, "b t h w cin"], kernel: Float[Array, "3 kw cin cout"],
     x = jnp.pad(x, ((0, 0), (0, 0), (rows[0], rows[1] + h % 2), (0, 0), (0, 0)))
     pairs = (h + 1) // 2
     single = lambda x, tap, padding: _frames(x, tap[None], padding)
-    both = _one_by_one([x[:, :, i : i + 2 * pairs - 1 : 2] for i in range(4)], kernel, single, (_NO_PADDING[0], columns))
+    four = [x[:, :, i : i + 2 * pairs - 1 : 2] for i in range(4)]
+    both = _two_of_four(four, kernel, single, (_NO_PADDING[0], columns), loop=True)
     return rearrange(jnp.stack(both, axis=3), "b t h two w c -> b t (h two) w c")[:, :, :h]
 
 
