@@ -12,7 +12,7 @@ from wanjax.attention import attention, last_attention, partial_attention, plain
 from wanjax.kernels import block_sizes, finish, flash, flash_part, rotations
 from wanjax.transformer import Rope, rope_table, rotate
 
-SIZES = [(300, 515), (256, 1024), (700, 1100)]  # neither, both, and one of several blocks whole
+SIZES = [(300, 515), (256, 1024), (700, 1100), (1500, 2300)]  # neither, both, and one of several blocks whole; rows in two turns
 
 
 def drawn(queries: int, keys: int, dtype=jnp.float32, loud: float = 1.0, heads: int = 2, dim: int = 128):
@@ -35,9 +35,10 @@ def distance(x, y) -> float:
 @pytest.mark.parametrize("loud", [1, 12])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_flash_is_attention(sizes, loud):
-    """With scores of 60 the rounding of q k alone, in whichever order a CPU sums it, leaves plain attention 0.7e-6 to 1.8e-6 away."""
+    """With scores of 60 the rounding of q k alone, in whichever order a CPU sums it, leaves plain attention 0.7e-6 to 2.0e-6 away."""
     given = drawn(*sizes, loud=loud)
-    assert distance(flash(*given, interpret=True), exact(*given)) <= (1e-6 if loud == 1 else 2e-6)
+    plain = distance(plain_attention(*given), exact(*given))
+    assert distance(flash(*given, interpret=True), exact(*given)) <= (1e-6 if loud == 1 else max(2e-6, 1.1 * plain))
 
 
 @pytest.mark.parametrize("loud", [1, 12])
@@ -81,10 +82,20 @@ def test_rotation_is_that_of_plain_jax():
 
 @pytest.mark.parametrize("tokens", [75600, 37800, 18900, 9450, 32760, 4095, 20280])
 def test_blocks_pad_little_and_are_large(tokens):
-    block_q, block_k = block_sizes(tokens, tokens)
-    scores = (-(-tokens // block_q) * block_q) * (-(-tokens // block_k) * block_k)
-    assert scores <= (1.01 if tokens != 20280 else 1.025) * tokens**2
-    assert block_q * block_k >= 2**20  # so that a step of the grid is worth its start
+    blocks = block_sizes(tokens, tokens)
+    padded = lambda unit: -(-tokens // unit) * unit
+    scores = padded(blocks.queries) * padded(blocks.last_keys)
+    assert scores <= (1.01 if tokens != 20280 else 1.02) * tokens**2
+    assert blocks.queries * blocks.keys >= 2**20  # so that a step of the grid is worth its start
+    assert blocks.queries_at_once >= 512  # so that a turn of the loop is
+
+
+@pytest.mark.parametrize("d", [128, 256, 384, 1024])
+def test_blocks_are_whole_registers(d):
+    for tokens in [*range(256, 6000, 61), 6240, 14400]:
+        blocks = block_sizes(tokens, tokens, d)
+        assert blocks.queries % kernels.LANES == blocks.keys % kernels.LANES == blocks.queries_at_once % kernels.SUBLANES == 0
+        assert blocks.queries % blocks.queries_at_once == blocks.keys % blocks.keys_at_once == blocks.keys % blocks.last_keys == 0
 
 
 def test_gradients_do_not_ask_the_kernel():

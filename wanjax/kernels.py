@@ -22,8 +22,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 LANES, SUBLANES = 128, 16
 """A TPU's registers: heads and blocks of keys are whole multiples of the one, blocks of queries of the other."""
-QUERIES, KEYS, KEYS_AT_ONCE = 4736, 1024, 512
-"""Blocks are no larger, for heads of `LANES` channels: queries and keys in a core's fast memory, and keys that are multiplied at once."""
+QUERIES, KEYS = 4736, 1024
+"""Queries and keys in a core's fast memory: a block is no larger, for heads of `LANES` channels."""
+QUERIES_AT_ONCE, KEYS_AT_ONCE, LAST_KEYS = 1184, 512, 256
+"""Those that are multiplied at once, written out; loops over them go through a block. Of the last keys, which do not fill one, fewer."""
 ROWS = 256
 """Tokens that are rotated at once."""
 MEMORY = 56 << 20
@@ -89,16 +91,25 @@ _with_gradients_of.defvjp(
 )
 
 
-def block_sizes(queries: int, keys: int, d: int = LANES) -> tuple[int, int]:
-    """How many queries and keys a block has: 75,600 tokens on 1, 2, 4 or 8 devices are padded by less than 1 % of the scores."""
-    wide = d // LANES
-    return _block(queries, LANES, QUERIES // wide, 200), _block(keys, LANES, KEYS // wide, 5)
+class Blocks(NamedTuple):
+    """Sizes of a kernel's blocks, and of the pieces of a block that are multiplied at once."""
+
+    queries: int
+    keys: int
+    queries_at_once: int
+    keys_at_once: int
+    last_keys: int
 
 
-def _block(size: int, unit: int, largest: int, start: int) -> int:
-    """The multiple of `unit` up to `largest` with the least work: what it pads `size` to, and `start` more for every block of it."""
-    work = lambda block: -(-size // block) * (block + start)
-    return min(range(unit, min(largest, -(-size // unit) * unit) + 1, unit), key=lambda block: (work(block), -block))
+def block_sizes(queries: int, keys: int, d: int = LANES) -> Blocks:
+    """The blocks for so many queries and keys: 75,600 tokens on 1, 2, 4 or 8 devices are padded by less than 1 % of the scores."""
+    wide, whole = d // LANES, lambda size, unit: -(-size // unit) * unit
+    most = min(QUERIES // wide // LANES * LANES, whole(queries, LANES))
+    work = lambda block: whole(queries, block) + 200 * (-(-queries // block))
+    block_q = min(range(LANES, most + 1, LANES), key=lambda block: (work(block), -block))
+    block_k = min(KEYS // wide // LANES * LANES, whole(keys, KEYS_AT_ONCE))
+    at_once = next(n for n in range(QUERIES_AT_ONCE // wide // SUBLANES * SUBLANES, 0, -SUBLANES) if block_q % n == 0)
+    return Blocks(block_q, block_k, at_once, math.gcd(block_k, KEYS_AT_ONCE), math.gcd(block_k, LAST_KEYS))
 
 
 # --- TPU ---
@@ -146,7 +157,8 @@ def _flash(
     """The kernel over a grid of videos, heads, blocks of queries and blocks of keys; arrays keep heads in their channels."""
     b, s, n, d = q.shape
     length = k.shape[1]
-    block_q, block_k = block_sizes(s, length, d)
+    blocks = block_sizes(s, length, d)
+    block_q, block_k, *_ = blocks
     merged = lambda x: rearrange(x, "b s n d -> b s (n d)")
     rows = pl.BlockSpec((None, block_q, d), lambda b, h, i, j, _: (b, i, h))
     columns = pl.BlockSpec((None, block_k, d), lambda b, h, i, j, _: (b, j, h))
@@ -162,7 +174,7 @@ def _flash(
     kernel = partial(
         _flash_block,
         scale=d**-0.5 * math.log2(math.e),
-        at_once=math.gcd(block_k, KEYS_AT_ONCE),
+        blocks=blocks,
         all_valid=valid is None and length % block_k == 0,
         continued=before is not None,
         finished=finished,
@@ -191,7 +203,7 @@ def _flash(
 
 
 def _flash_block(
-    valid: Any, q: Any, k: Any, v: Any, *refs: Any, scale: float, at_once: int, all_valid: bool, continued: bool, finished: bool
+    valid: Any, q: Any, k: Any, v: Any, *refs: Any, scale: float, blocks: Blocks, all_valid: bool, continued: bool, finished: bool
 ) -> None:
     """One block of queries meets one block of keys.
 
@@ -199,7 +211,8 @@ def _flash_block(
     `top` is of products that are not yet scaled: `scale` comes after the subtraction, in float32, on the way to exponents of base 2.
     """
     before, (result, *statistics), (out, total, top) = refs[: 2 * continued], refs[2 * continued : -3], refs[-3:]
-    j, size, d = pl.program_id(3), k.shape[0], q.shape[1]
+    j, d = pl.program_id(3), q.shape[1]
+    left = valid[0] - j * blocks.keys
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     dot = partial(lax.dot_general, preferred_element_type=jnp.float32, precision=exact)
     wide = lambda x, width: jnp.tile(x, (1, width // LANES))
@@ -213,33 +226,42 @@ def _flash_block(
         else:
             total[...], top[...] = jnp.zeros_like(total), jnp.full_like(top, LOWEST)
 
-    def step(place: Any, masked: bool) -> None:
-        keys, values = k[pl.ds(place, at_once), :], v[pl.ds(place, at_once), :]
-        products = dot(q[...], keys, (((1,), (1,)), ((), ())))
+    def meet(rows: Any, place: Any, width: int, masked: bool) -> None:
+        keys, values = k[pl.ds(place, width), :], v[pl.ds(place, width), :]
+        products = dot(q[rows, :], keys, (((1,), (1,)), ((), ())))
         if masked:  # what lies behind the last key may be anything, NaN as well
-            left = valid[0] - j * size - place
-            products = jnp.where(lax.broadcasted_iota(jnp.int32, products.shape, 1) < left, products, LOWEST)
-            values = jnp.where(lax.broadcasted_iota(jnp.int32, values.shape, 0) < left, values, 0)
-        highest = jnp.maximum(top[...], jnp.max(products, axis=1, keepdims=True))
-        weights = jnp.exp2((products - wide(highest, at_once)) * scale)
-        older = jnp.exp2((top[...] - highest) * scale)
-        total[...] = older * total[...] + jnp.sum(weights, axis=1, keepdims=True)
-        out[...] = wide(older, d) * out[...] + dot(weights.astype(v.dtype), values, (((1,), (0,)), ((), ())))
-        top[...] = highest
+            exists = lambda x, axis: lax.broadcasted_iota(jnp.int32, x.shape, axis) < left - place
+            products, values = jnp.where(exists(products, 1), products, LOWEST), jnp.where(exists(values, 0), values, 0)
+        highest = jnp.maximum(top[rows, :], jnp.max(products, axis=1, keepdims=True))
+        weights = jnp.exp2((products - wide(highest, width)) * scale)
+        older = jnp.exp2((top[rows, :] - highest) * scale)
+        total[rows, :] = older * total[rows, :] + jnp.sum(weights, axis=1, keepdims=True)
+        out[rows, :] = wide(older, d) * out[rows, :] + dot(weights.astype(v.dtype), values, (((1,), (0,)), ((), ())))
+        top[rows, :] = highest
 
-    whole = all_valid or (j + 1) * size <= valid[0]
+    def for_rows(function: Callable[[Any], None]) -> None:
+        n = blocks.queries_at_once
+        lax.fori_loop(0, blocks.queries // n, lambda i, _: function(pl.ds(pl.multiple_of(i * n, n), n)), None)
+
+    whole = all_valid or left >= blocks.keys
 
     @pl.when(whole)
     def _() -> None:
-        for place in range(0, size, at_once):
-            step(place, False)
+        n = blocks.keys_at_once
+
+        def some(rows: Any) -> None:
+            for place in range(0, blocks.keys, n):
+                meet(rows, place, n, False)
+
+        for_rows(some)
 
     if not all_valid:
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
-            parts = lax.div(jnp.clip(valid[0] - j * size, 0, size) + at_once - 1, at_once)
-            lax.fori_loop(0, parts, lambda part, _: step(part * at_once, True), None)
+            n = blocks.last_keys
+            parts = lax.div(jnp.clip(left, 0, blocks.keys) + n - 1, n)
+            lax.fori_loop(0, parts, lambda i, _: for_rows(lambda rows: meet(rows, pl.multiple_of(i * n, n), n, True)), None)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
