@@ -63,6 +63,7 @@ def optax_promotes():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optax_promotes")
 def test_quick_training_learns_and_resumes(tmp_path, capsys):
     phases = ("crops", "encoder", "teacher", "latents", "transformer")

@@ -135,6 +135,7 @@ def test_streams_on_a_tpu_are_the_same_of_one_program_each(kind, devices, monkey
     assert [step._cache_size() for step in (_decode_step, _encode_step)] == [count + 1 for count in before]
 
 
+@pytest.mark.slow
 def test_gradients_cross_devices():
     """Of the latents and of the weights."""
     vae = random_vae(SHORT["2.1"])
@@ -248,6 +249,7 @@ def test_gradients_match_finite_differences(vae):
     assert float(slope) == pytest.approx(float(moved(1e-3) - moved(-1e-3)) / 2e-3, rel=0.02)
 
 
+@pytest.mark.slow
 def test_encoding_has_gradients_too():
     vae = random_vae(SHORT["2.2"])
     video = decode(random_latents(vae.config, 1, frames=3), vae)
@@ -257,6 +259,7 @@ def test_encoding_has_gradients_too():
         assert np.linalg.norm(a - b) <= 1e-5 * max(float(np.linalg.norm(a)), 1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_work_under_vmap():
     vae = random_vae(SHORT["2.1"])
     z = jnp.asarray(random_latents(vae.config, 1, batch=2, frames=2))

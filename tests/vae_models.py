@@ -29,7 +29,7 @@ def template(config: VAEConfig) -> VAE:
     return jax.eval_shape(lambda: init_vae(config, jax.random.key(0)))
 
 
-def random_tensors(config: VAEConfig, seed: int) -> dict[str, np.ndarray]:
+def random_tensors(config: VAEConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors by checkpoint name: kernels by fan-in, gains near 1, biases not zero, so that none is at its default.
 
     The last convolution is halved, for a video that lies within [-1, 1] for the most part: clipping would hide differences.
