@@ -170,6 +170,20 @@ def test_latents_are_scaled_in_float32():
     np.testing.assert_allclose(scaled, (np.asarray(half, np.float64) - mean) / std, rtol=1e-5, atol=1e-6)
 
 
+def test_streams_do_not_copy_weights(vae, latents):
+    """Twice the weights would be gigabytes; those of another dtype, or in the host's memory, are made anew once."""
+    alive = lambda: sum(x.nbytes for x in jax.live_arrays())
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(vae))
+    before = alive()
+    stream = decode_stream(latents, vae)
+    assert alive() - before < weights / 4
+    next(stream)
+    half = decode_stream(latents, vae, jnp.bfloat16)
+    assert alive() - before > weights / 8
+    assert next(half).dtype == jnp.bfloat16
+    close(next(decode_stream(latents, jax.tree.map(np.asarray, vae))), next(decode_stream(latents, vae)))
+
+
 def test_weights_survive_a_folder(tmp_path, vae, latents, decoded):
     save(tmp_path, vae)
     close(decode(latents, load_vae(tmp_path)), decoded, 0)

@@ -7,6 +7,7 @@ the cache of past frames (see vae_blocks.py); a `chunk` that covers everything r
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ def decode_stream(
     vae = as_vae(weights)
     check_latents(z, vae)
     passes = choose_passes(vae.config, z.shape, chunk=chunk, tile=tile, mesh=mesh)
-    return _one_ahead(_decode_parts(jnp.asarray(z), _cast(vae, dtype), passes, uint8))
+    decoder = replace(vae, encoder=None, quant_conv=None)
+    return _one_ahead(_decode_parts(jnp.asarray(z), _cast(decoder, dtype), passes, uint8))
 
 
 def encode_stream(
@@ -157,7 +159,8 @@ def encode_stream(
     vae = as_vae(weights)
     choose = lambda part: choose_passes(vae.config, _latent_shape(part, vae), chunk=chunk, tile=tile, mesh=mesh)
     choose(np.zeros((1, 3, 1, vae.config.stride, vae.config.stride), np.float32))  # raises now, not at the first frame
-    return _one_ahead(_encode_parts(_regrouped(frames, vae, 4 * chunk), _cast(vae, dtype), choose))
+    encoder = replace(vae, decoder=None, post_quant_conv=None)
+    return _one_ahead(_encode_parts(_regrouped(frames, vae, 4 * chunk), _cast(encoder, dtype), choose))
 
 
 def cast(weights: VAE, dtype: DTypeLike) -> VAE:
@@ -217,7 +220,13 @@ def _encode(video: Float[Array, "b 3 f H W"], weights: VAE, dtype: DTypeLike, pa
 
 # --- streaming ---
 
-_cast = jax.jit(cast, static_argnames="dtype")
+_cast_anew = jax.jit(cast, static_argnames="dtype")
+
+
+def _cast(weights: VAE, dtype: DTypeLike) -> VAE:
+    """`cast` once for all chunks; what has the dtype is not copied, which would take as much memory again."""
+    ready = all(isinstance(leaf, jax.Array) and leaf.dtype == dtype for leaf in jax.tree.leaves(weights))
+    return weights if ready else _cast_anew(weights, dtype)
 
 
 @partial(jax.jit, static_argnames=("passes", "encodes"), keep_unused=True)  # lies where the weights lie, as the next one will
