@@ -1,5 +1,6 @@
 """Many devices give what one gives: attention across them, weights in parts, and whole videos on any mesh. Eight CPU devices."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -202,6 +203,19 @@ def test_tokens_in_whole_tiles_are_the_same(per_token, monkeypatch):
     monkeypatch.setattr(Layout, "_tiled", lambda *_: True)
     assert layout.rows(jnp.zeros((2, 18, 8)), 1, 0).shape == (2, 128, 8)
     assert distance(jax.jit(partial(velocity, layout=layout))(*given), jax.jit(velocity)(*given)) <= 1e-6
+
+
+def test_devices_that_repeat_work_are_said():
+    layout = Layout(make_mesh(data=2, fsdp=2, tensor=2))
+    with pytest.warns(UserWarning, match="1 videos .* data x fsdp = 4 devices: every 4 of them do the same"):
+        layout.warn_of_repeated_work(1, 2)
+    with pytest.warns(UserWarning, match="every 2 of them"):
+        layout.warn_of_repeated_work(2, 2)
+    with pytest.warns(UserWarning, match="3 heads do not divide among tensor = 2"):
+        layout.warn_of_repeated_work(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layout.warn_of_repeated_work(8, 4)
 
 
 def test_frames_from_a_model_loaded_on_a_mesh(tmp_path):

@@ -9,6 +9,7 @@ tokens, heads and devices.
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -179,6 +180,17 @@ class Layout:
         if batch is not None:
             spec[batch] = self._videos(x.shape[batch])
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+    def warn_of_repeated_work(self, videos: int, heads: int) -> None:
+        """Say which devices compute what others compute too, because videos or heads do not divide among them."""
+        spread = math.prod(self.mesh.shape[axis] for axis in self._videos(videos) or ())
+        over = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        if spread < over:
+            said = f"{videos} videos (with guidance's branches) do not divide among data x fsdp = {over} devices"
+            warnings.warn(f"{said}: every {over // spread} of them do the same; `context` splits a single video.", stacklevel=4)
+        if heads % self.mesh.shape["tensor"]:
+            said = f"{heads} heads do not divide among tensor = {self.mesh.shape['tensor']} devices"
+            warnings.warn(f"{said}: all of them do the same in the attention.", stacklevel=4)
 
     def _tiled(self, batch: int, tokens: int) -> bool:
         """Whether so many videos of so many tokens a device are padded to whole tiles."""

@@ -280,6 +280,7 @@ def velocity(
     rope = rope_table(grid, config.attention_head_dim)
     tokens, turn = x.shape[1], rotate
     if layout is not None:
+        layout.warn_of_repeated_work(x.shape[0], config.num_attention_heads)
         x = layout.rows(x, 1, 0)
         spread = partial(layout.rows, length=x.shape[1])
         rope = Rope(*(spread(table, 0) for table in rope))
