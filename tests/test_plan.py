@@ -269,3 +269,4 @@ def test_configs_of_public_checkpoints_need_no_file():
     assert preset.name == "ti2v-5b"
     assert (configs["vae"].z_dim, configs["transformer"].in_channels, configs["text_encoder"].d_model) == (48, 48, 4096)
     assert read_configs("tiny")[1]["transformer"].width < 1000
+    assert read_configs("Wan-AI/Wan2.2-TI2V-5B-Diffusers") == (preset, configs)

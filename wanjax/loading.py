@@ -330,7 +330,8 @@ def preset_of(path_or_repo_or_preset: str | Path) -> Preset:
 
 def read_configs(path_or_repo_or_preset: str | Path) -> tuple[Preset, dict[str, Any]]:
     """A model's preset and the configs of its `text_encoder`, `transformer` and `vae`; of a public checkpoint without opening it."""
-    preset = PRESETS.get(str(path_or_repo_or_preset))
+    model, public = str(path_or_repo_or_preset), {preset.repo: preset for preset in PRESETS.values()}
+    preset = PRESETS.get(model) or (None if Path(model).exists() else public.get(model))
     if preset is not None and preset.architecture is not None:
         latents = preset.architecture.in_channels
         return preset, {
