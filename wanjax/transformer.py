@@ -220,6 +220,10 @@ class Layout(Protocol):
         """A function of tokens, heads side by side in their channels, and of their angles, by each device of its own."""
         ...
 
+    def warn_of_repeated_work(self, videos: int, heads: int) -> None:
+        """Say which devices compute what others compute too."""
+        ...
+
     attend: Attend
     cross_attend: Attend
 

@@ -10,8 +10,10 @@ does for every chunk, and one loop for residual blocks of the same shapes, where
 is then the last of a chunk as long as any, and what lies before it stands for nothing.
 """
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,8 +28,20 @@ from wanjax.vae_convs import CausalConv3d, Conv2d, Part, causal_conv, double_siz
 from wanjax.weights import stored
 
 Cache = Mapping[str, Float[Array, "..."]]  # conv name -> the frames before the next chunk, "b k h w c" (of every tile: "n b k h w c")
-
 First = bool | Bool[Array, ""]  # whether a chunk is the first latent frame
+
+
+class Way(NamedTuple):
+    """How a chunk goes through: whether it is the first, what part of a picture it is, and what the backward pass computes again.
+
+    With `remat` blocks keep nothing but what goes into them, and those of the same shapes are a loop, so that one at a time is
+    computed again; what a compiler does with blocks in a row is to keep all of them at hand.
+    """
+
+    first: First
+    part: Part | None = None
+    remat: bool = False
+
 
 HISTORY = 2  # frames a convolution over three frames looks back
 
@@ -114,38 +128,60 @@ def existing(x: Float[Array, "b t h w c"], first: First) -> Float[Array, "b t h 
 
 
 def cached_conv(
-    x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w cin"], conv: CausalConv3d, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t h w cout"], Cache]:
     """`causal_conv` of one chunk after the frames that the cache holds under `name`, which it replaces by the latest."""
-    x, history = existing(x, first), cache.get(name)
+    x, history = existing(x, way.first), cache.get(name)
     before = jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype) if history is None else history
     latest = jnp.concatenate([before, x], axis=1)[:, -HISTORY:]
-    return causal_conv(x, conv, history, part=part), {**cache, name: latest}
+    return causal_conv(x, conv, history, part=way.part), {**cache, name: latest}
 
 
+Block = Callable[[Float[Array, "b t h w c"], Any, str, Cache, Way], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+
+
+def computed_again(function: Block) -> Block:
+    """The function of a block of which, with `remat`, the inputs alone are kept for the backward pass."""
+
+    @functools.wraps(function)
+    def block(x: Float[Array, "b t h w c"], weights: Any, name: str, cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        if not way.remat:
+            return function(x, weights, name, cache, way)
+        own = {key: frames for key, frames in cache.items() if key.startswith(f"{name}.")}
+        y, own = jax.checkpoint(lambda x, weights, own: function(x, weights, name, own, way))(x, weights, own)
+        return y, {**cache, **own}
+
+    return block
+
+
+@computed_again
 def residual_block(
-    x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualBlock, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t h w c2"], Cache]:
     """conv2(silu(norm2(conv1(silu(norm1(x)))))) plus the shortcut."""
     shortcut = x if block.conv_shortcut is None else causal_conv(x, block.conv_shortcut)
     x = jax.nn.silu(rms_norm(x, block.norm1.gamma))
-    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache, first, part)
+    x, cache = cached_conv(x, block.conv1, f"{name}.conv1", cache, way)
     x = jax.nn.silu(rms_norm(x, block.norm2.gamma))
-    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache, first, part)
+    x, cache = cached_conv(x, block.conv2, f"{name}.conv2", cache, way)
     return x + shortcut, cache
 
 
 def residual_blocks(
-    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t h w c2"], Cache]:
-    """Residual blocks in a row. Where `first` is traced those of the same shapes are a loop, whose cache has the first one's name."""
-    rows = [[block] for block in blocks] if isinstance(first, bool) else [list(row) for _, row in itertools.groupby(blocks, _shapes)]
+    """Residual blocks in a row. Where `first` is traced, or with `remat`, those of the same shapes are a loop.
+
+    Its cache has the first one's name.
+    """
+    alone = isinstance(way.first, bool) and not way.remat
+    rows = [[block] for block in blocks] if alone else [list(row) for _, row in itertools.groupby(blocks, _shapes)]
     start = 0
     for row in rows:
         if len(row) == 1:
-            x, cache = residual_block(x, row[0], f"{name}.{start}", cache, first, part)
+            x, cache = residual_block(x, row[0], f"{name}.{start}", cache, way)
         else:
-            x, cache = _repeated(x, row, f"{name}.{start}", cache, first, part)
+            x, cache = _repeated(x, row, f"{name}.{start}", cache, way)
         start += len(row)
     return x, cache
 
@@ -156,7 +192,7 @@ def _shapes(block: ResidualBlock) -> list[tuple[int, ...]]:
 
 
 def _repeated(
-    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], blocks: Sequence[ResidualBlock], name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t h w c"], Cache]:
     """A loop over residual blocks of the same shapes; each has its frames of the cache, one after the other on the batch axis."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
@@ -167,7 +203,7 @@ def _repeated(
     def one(i: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
         x, cache = carry
         own = {name: lax.dynamic_slice_in_dim(cache[name], b * i, b) for name in names}
-        x, own = residual_block(x, jax.tree.map(lambda leaf: leaf[i], stacked), name, own, first, part)
+        x, own = residual_block(x, jax.tree.map(lambda leaf: leaf[i], stacked), name, own, way)
         return x, {name: lax.dynamic_update_slice_in_dim(cache[name], own[name], b * i, axis=0) for name in names}
 
     x, own = lax.fori_loop(0, len(blocks), one, (x, {name: cache.get(name, nothing) for name in names}))
@@ -186,32 +222,32 @@ def attention_block(x: Float[Array, "b t h w c"], block: AttentionBlock, part: P
     return x + frame_conv(y, block.proj)
 
 
-def mid_block(
-    x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, first: First, part: Part | None
-) -> tuple[Float[Array, "b t h w c"], Cache]:
+def mid_block(x: Float[Array, "b t h w c"], block: MidBlock, name: str, cache: Cache, way: Way) -> tuple[Float[Array, "b t h w c"], Cache]:
     """Residual block, attention, residual block."""
-    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, first, part)
-    x = attention_block(x, block.attentions[0], part)
-    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache, first, part)
+    x, cache = residual_block(x, block.resnets[0], f"{name}.resnets.0", cache, way)
+    x = attention_block(x, block.attentions[0], way.part)
+    return residual_block(x, block.resnets[1], f"{name}.resnets.1", cache, way)
 
 
+@computed_again
 def downsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t2 h//2 w//2 c"], Cache]:
     """Halves height and width (zero row below, zero column to the right) and then, with a `time_conv`, the frame rate."""
-    x = halve_size(x, block.conv, part)
+    x = halve_size(x, block.conv, way.part)
     if block.time_conv is None:
         return x, cache
     name = f"{name}.time_conv"
     latest = {**cache, name: x[:, -1:]}
-    if first is True:
+    if way.first is True:
         return x, latest
     halved = causal_conv(x, block.time_conv, cache.get(name, jnp.zeros_like(x[:, :1])), stride=2)
-    return halved if first is False else jnp.where(first, x[:, 1::2], halved), latest
+    return halved if way.first is False else jnp.where(way.first, x[:, 1::2], halved), latest
 
 
+@computed_again
 def upsample(
-    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: Resample, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t2 2*h 2*w c2"], Cache]:
     """Doubles the frame rate, with a `time_conv`, and then height and width.
 
@@ -219,16 +255,16 @@ def upsample(
     """
     if block.time_conv is not None:
         name, nothing = f"{name}.time_conv", jnp.zeros((x.shape[0], HISTORY, *x.shape[2:]), x.dtype)
-        if first is True:
+        if way.first is True:
             cache = {**cache, name: nothing}
         else:
-            doubled, cache = cached_conv(x, block.time_conv, name, cache, first, part)
+            doubled, cache = cached_conv(x, block.time_conv, name, cache, way)
             doubled = rearrange(doubled, "b t h w (two c) -> b (t two) h w c", two=2)
-            if first is not False:
-                doubled = jnp.where(first, jnp.repeat(x, 2, axis=1), doubled)
-                cache = {**cache, name: jnp.where(first, nothing, cache[name])}
+            if way.first is not False:
+                doubled = jnp.where(way.first, jnp.repeat(x, 2, axis=1), doubled)
+                cache = {**cache, name: jnp.where(way.first, nothing, cache[name])}
             x = doubled
-    return double_size(x, block.conv, part), cache
+    return double_size(x, block.conv, way.part), cache
 
 
 def average_down(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int) -> Float[Array, "b t2 h2 w2 {cout}"]:
@@ -252,38 +288,38 @@ def duplicate_up(x: Float[Array, "b t h w c"], cout: int, ft: int, fs: int, firs
 
 
 def residual_down_block(
-    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualDownBlock, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 encoder: residual blocks and downsampler, plus the averaged input."""
-    y, x = x, existing(x, first)
-    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, first, part)
+    y, x = x, existing(x, way.first)
+    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, way)
     sampler = block.downsampler
     if sampler is None:
         return y + average_down(x, y.shape[-1], 1, 1), cache
-    y, cache = downsample(y, sampler, f"{name}.downsampler", cache, first, part)
+    y, cache = downsample(y, sampler, f"{name}.downsampler", cache, way)
     return y + average_down(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2), cache
 
 
 def residual_up_block(
-    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: ResidualUpBlock, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.2 decoder: residual blocks and upsampler, plus the duplicated input; the last level has neither."""
     y = x
-    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, first, part)
+    y, cache = residual_blocks(y, block.resnets, f"{name}.resnets", cache, way)
     sampler = block.upsampler
     if sampler is None:
         return y, cache
-    y, cache = upsample(y, sampler, f"{name}.upsampler", cache, first, part)
-    return y + duplicate_up(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2, first), cache
+    y, cache = upsample(y, sampler, f"{name}.upsampler", cache, way)
+    return y + duplicate_up(x, y.shape[-1], 1 if sampler.time_conv is None else 2, 2, way.first), cache
 
 
 def up_block(
-    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, first: First, part: Part | None
+    x: Float[Array, "b t h w c"], block: UpBlock, name: str, cache: Cache, way: Way
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A level of the 2.1 decoder: residual blocks, then the upsampler where there is one."""
-    x, cache = residual_blocks(x, block.resnets, f"{name}.resnets", cache, first, part)
+    x, cache = residual_blocks(x, block.resnets, f"{name}.resnets", cache, way)
     for i, sampler in enumerate(block.upsamplers):
-        x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, first, part)
+        x, cache = upsample(x, sampler, f"{name}.upsamplers.{i}", cache, way)
     return x, cache
 
 

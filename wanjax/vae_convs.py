@@ -268,7 +268,7 @@ def _forward(
 def _backward(
     padding: Padding, stride: int, seen: tuple[Array, Array], g: Float[Array, "n h2 w2 cout"]
 ) -> tuple[Float[Array, "n h w cin"], Float[Array, "kh kw cin cout"]]:
-    """Of the frames: the turned kernel over g. Of the kernel: for each tap, the frames it saw times g."""
+    """Of the frames: the turned kernel over g. Of the kernel: for each tap, one after the other, the frames it saw times g."""
     x, kernel = seen
     (kh, kw), (h, w) = kernel.shape[:2], g.shape[1:3]
     around = [
@@ -278,9 +278,11 @@ def _backward(
     turned = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
     dx = lax.conv_general_dilated(g, turned, (1, 1), around, lhs_dilation=(stride, stride), dimension_numbers=("NHWC", "HWIO", "NHWC"))
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-    saw = lambda i, j: x[:, i : i + stride * (h - 1) + 1 : stride, j : j + stride * (w - 1) + 1 : stride]
-    taps = [[jnp.einsum("nhwc,nhwo->co", saw(i, j), g) for j in range(kw)] for i in range(kh)]
-    return dx, jnp.stack([jnp.stack(row) for row in taps])
+    places = jnp.asarray(list(np.ndindex(kh, kw)))
+    window = (x.shape[0], stride * (h - 1) + 1, stride * (w - 1) + 1, x.shape[3])
+    saw = lambda place: lax.dynamic_slice(x, (0, place[0], place[1], 0), window)[:, ::stride, ::stride]
+    taps = lax.map(lambda place: jnp.einsum("nhwc,nhwo->co", saw(place), g), places)
+    return dx, taps.reshape(kernel.shape)
 
 
 _conv2d_for_cpu.defvjp(_forward, _backward)

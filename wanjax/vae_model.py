@@ -24,6 +24,7 @@ from wanjax.vae_blocks import (
     ResidualDownBlock,
     ResidualUpBlock,
     UpBlock,
+    Way,
     cached_conv,
     downsample,
     init_causal_conv,
@@ -38,7 +39,7 @@ from wanjax.vae_blocks import (
     up_block,
 )
 from wanjax.vae_config import VAEConfig
-from wanjax.vae_convs import CausalConv3d, Part
+from wanjax.vae_convs import CausalConv3d
 
 
 class Encoder(eqx.Module):
@@ -77,8 +78,8 @@ FEW_FRAMES = 4
 Step = Callable[[Float[Array, "b t h w c"], Cache, First], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
 
-Levels = Callable[[Float[Array, "b t h w c"], Cache, First, Part | None], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
-"""A step that is told what part of a picture its frames are."""
+Levels = Callable[[Float[Array, "b t h w c"], Cache, Way], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
+"""A step that is told more of the way: what part of a picture its frames are, too."""
 
 
 def as_they_are(levels: Levels) -> Levels:
@@ -90,8 +91,7 @@ def decode_chunk(
     x: Float[Array, "b t h w c"],
     weights: VAE,
     cache: Cache,
-    first: First,
-    part: Part | None = None,
+    way: Way,
     wrap: Callable[[Levels], Levels] = as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The decoder on consecutive latent frames, given the cache that the frames before them left.
@@ -101,30 +101,28 @@ def decode_chunk(
     decoder = weights.decoder
     assert decoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         last = len(decoder.up_blocks) - 1
         for i in range(last):
-            x, cache = level(i, x, cache, first, part)
+            x, cache = level(i, x, cache, way)
 
         def end(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t h w c2"], Cache]:
-            x, cache = level(last, x, cache, first, part)
+            x, cache = level(last, x, cache, way)
             x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
-            return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, first, part)
+            return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, way)
 
         return _few_at_a_time(end, x, cache, f"decoder.up_blocks.{last}.", "decoder.conv_out")
 
-    def level(
-        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None
-    ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"decoder.up_blocks.{i}", decoder.up_blocks[i]
         if isinstance(block, ResidualUpBlock):
-            return residual_up_block(x, block, name, cache, first, part)
-        return up_block(x, block, name, cache, first, part)
+            return residual_up_block(x, block, name, cache, way)
+        return up_block(x, block, name, cache, way)
 
     ends, between = _apart(cache, "decoder.conv_in", "decoder.mid_block")
-    x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, first, part)
-    x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, first, part)
-    x, between = wrap(levels)(x, between, first, part)
+    x, ends = cached_conv(x, decoder.conv_in, "decoder.conv_in", ends, way)
+    x, ends = mid_block(x, decoder.mid_block, "decoder.mid_block", ends, way)
+    x, between = wrap(levels)(x, between, way)
     return x, {**ends, **between}
 
 
@@ -132,8 +130,7 @@ def encode_chunk(
     x: Float[Array, "b t h w c"],
     weights: VAE,
     cache: Cache,
-    first: First,
-    part: Part | None = None,
+    way: Way,
     wrap: Callable[[Levels], Levels] = as_they_are,
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """The encoder on consecutive frames, the first alone or a multiple of four, given the cache of the frames before them.
@@ -143,35 +140,33 @@ def encode_chunk(
     encoder = weights.encoder
     assert encoder is not None
 
-    def levels(x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def levels(x: Float[Array, "b t h w c"], cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         halved = next(i for i, block in enumerate(encoder.down_blocks) if isinstance(block, Resample | ResidualDownBlock))
 
         def begin(x: Float[Array, "b t h w c"], cache: Cache) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
-            x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, first, part)
+            x, cache = cached_conv(x, encoder.conv_in, "encoder.conv_in", cache, way)
             for i in range(halved + 1):
-                x, cache = level(i, x, cache, first, part)
+                x, cache = level(i, x, cache, way)
             return x, cache
 
         x, cache = _few_at_a_time(begin, x, cache, "encoder.conv_in", *(f"encoder.down_blocks.{i}." for i in range(halved + 1)))
         for i in range(halved + 1, len(encoder.down_blocks)):
-            x, cache = level(i, x, cache, first, part)
+            x, cache = level(i, x, cache, way)
         return x, cache
 
-    def level(
-        i: int, x: Float[Array, "b t h w c"], cache: Cache, first: First, part: Part | None
-    ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+    def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"encoder.down_blocks.{i}", encoder.down_blocks[i]
         if isinstance(block, ResidualDownBlock):
-            return residual_down_block(x, block, name, cache, first, part)
+            return residual_down_block(x, block, name, cache, way)
         if isinstance(block, Resample):
-            return downsample(x, block, name, cache, first, part)
-        return residual_block(x, block, name, cache, first, part)
+            return downsample(x, block, name, cache, way)
+        return residual_block(x, block, name, cache, way)
 
     ends, between = _apart(cache, "encoder.conv_out", "encoder.mid_block")
-    x, between = wrap(levels)(x, between, first, part)
-    x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, first, part)
+    x, between = wrap(levels)(x, between, way)
+    x, ends = mid_block(x, encoder.mid_block, "encoder.mid_block", ends, way)
     x = jax.nn.silu(rms_norm(x, encoder.norm_out.gamma))
-    x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, first, part)
+    x, ends = cached_conv(x, encoder.conv_out, "encoder.conv_out", ends, way)
     return x, {**ends, **between}
 
 

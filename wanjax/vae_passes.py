@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from wanjax.sharding import PictureSplit, split_picture
-from wanjax.vae_blocks import Cache, First
+from wanjax.vae_blocks import Cache, First, Way
 from wanjax.vae_config import VAEConfig
 from wanjax.vae_convs import Padding, Part, Sides
 from wanjax.vae_model import VAE, Levels, Step, decode_chunk, encode_chunk
@@ -35,7 +35,7 @@ class Passes(NamedTuple):
     """How a video goes through: latent frames at a time, pixels of a tile, whether the backward pass computes again, where it lies.
 
     `strips`: whether pictures are cut in strips that go through side by side. `alike`: whether the first latent frame goes through
-    as the others do, which takes the time of one chunk more and less to compile.
+    as the others do, which takes the time of one chunk more, less to compile, and less memory backwards.
     """
 
     chunk: int
@@ -67,7 +67,7 @@ def choose_passes(
         chunk = next(size for size in range(most, 0, -1) if (t - 1) % size == 0)
     tpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
     split = None if mesh is None else split_picture(mesh, b, h, w)
-    return Passes(chunk, tile, remat, split, strips=tpu, alike=tpu and chunk == 1)
+    return Passes(chunk, tile, remat, split, strips=tpu, alike=(tpu or remat) and chunk == 1)
 
 
 def decoder_step(weights: VAE, passes: Passes) -> Step:
@@ -87,16 +87,18 @@ def _step(network: Callable[..., tuple[Array, Cache]], weights: VAE, passes: Pas
     """
 
     def in_parts(levels: Levels) -> Step:
-        return in_strips(levels, passes.split, cells) if passes.strips else lambda x, cache, first: levels(x, cache, first, passes.split)
+        if passes.strips:
+            return in_strips(levels, passes, cells)
+        return lambda x, cache, first: levels(x, cache, Way(first, passes.split, passes.remat))
 
     def tiled(levels: Levels) -> Levels:
         assert passes.tile is not None
         step = in_tiles(in_parts(levels), passes.tile // weights.config.stride, cells)
-        return lambda x, cache, first, part: step(x, cache, first)
+        return lambda x, cache, way: step(x, cache, way.first)
 
     if passes.tile is None:
-        return _again(in_parts(lambda x, cache, first, part: network(x, weights, cache, first, part)), passes)
-    return _again(lambda x, cache, first: network(x, weights, cache, first, None, tiled), passes)
+        return _again(in_parts(lambda x, cache, way: network(x, weights, cache, way)), passes)
+    return _again(lambda x, cache, first: network(x, weights, cache, Way(first, None, passes.remat), tiled), passes)
 
 
 def _again(step: Step, passes: Passes) -> Step:
@@ -239,19 +241,20 @@ class Strips(NamedTuple):
         return rearrange(jnp.pad(kept, ((0, 0), padding, *((0, 0),) * 4)), "b n t h w c -> (b n) t h w c")
 
 
-def in_strips(levels: Levels, split: PictureSplit | None, cells: int) -> Step:
+def in_strips(levels: Levels, passes: Passes, cells: int) -> Step:
     """`levels` on pictures cut in strips, along an axis that is not cut over devices; as they are where no good number divides.
 
     The cache stays in strips.
     """
 
     def cut(x: Float[Array, "b t h w c"], cache: Cache, first: First) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
+        split = passes.split
         over = (1, 1) if split is None else (split.mesh.shape["rows"], split.mesh.shape["columns"])
         axis, count = choose_strips((x.shape[2] // cells, x.shape[3] // cells), over)
         if count == 1:
-            return levels(x, cache, first, split)
+            return levels(x, cache, Way(first, split, passes.remat))
         strips = Strips(axis, count, split)
-        y, cache = levels(strips.apart(x), cache, first, strips)
+        y, cache = levels(strips.apart(x), cache, Way(first, strips, passes.remat))
         return strips.together(y), cache
 
     return cut
