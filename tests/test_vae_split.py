@@ -260,6 +260,17 @@ def test_encoding_has_gradients_too():
 
 
 @pytest.mark.slow
+def test_remat_takes_a_quarter_of_the_memory():
+    """Of a gradient of the weights: 9.7 MB measured here, and 38.2 without."""
+    vae = random_vae(SHORT["2.1"])
+    z = jnp.asarray(random_latents(vae.config, 0, frames=5, size=(8, 8)))
+    gradient = jax.jit(jax.grad(lambda vae: jnp.mean(jnp.square(decode(z, vae, chunk=1, remat=True)))))
+    memory = gradient.lower(vae).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 15e6
+
+
+@pytest.mark.slow
 def test_gradients_work_under_vmap():
     vae = random_vae(SHORT["2.1"])
     z = jnp.asarray(random_latents(vae.config, 1, batch=2, frames=2))
