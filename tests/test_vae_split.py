@@ -119,6 +119,17 @@ def test_strips_are_the_same(vae, size, devices):
     close(_encode(video, vae, jnp.float32, on_tpu).mean, _encode(video, vae, jnp.float32, passes).mean)
 
 
+def test_few_frames_at_a_time_are_the_same(vae):
+    """As on a CPU where pictures are large: at the video's size two frames of a chunk's four."""
+    z = jnp.asarray(random_latents(vae.config, 1, frames=2))
+    passes = choose_passes(vae.config, z.shape, chunk=1, tile=None, mesh=None)
+    assert (passes.few, choose_passes(vae.config, (1, 16, 2, 32, 32), chunk=1, tile=None, mesh=None).few) == (4, 2)
+    video = _decode(z, vae, jnp.float32, passes)
+    few = passes._replace(few=2)
+    close(_decode(z, vae, jnp.float32, few), video)
+    close(_encode(video, vae, jnp.float32, few).mean, _encode(video, vae, jnp.float32, passes).mean)
+
+
 @pytest.mark.parametrize(("kind", "devices"), [("2.1", 1), ("2.2", 2)])
 def test_streams_on_a_tpu_are_the_same_of_one_program_each(kind, devices, monkeypatch):
     """The first latent frame's, which goes through as the others do, and theirs."""

@@ -34,6 +34,7 @@ First = bool | Bool[Array, ""]  # whether a chunk is the first latent frame
 class Way(NamedTuple):
     """How a chunk goes through: whether it is the first, what part of a picture it is, and what the backward pass computes again.
 
+    At the video's size, where most memory goes, `few` frames go through at a time, if the chunk has more.
     With `remat` blocks keep nothing but what goes into them, and those of the same shapes are a loop, so that one at a time is
     computed again; what a compiler does with blocks in a row is to keep all of them at hand.
     """
@@ -41,6 +42,7 @@ class Way(NamedTuple):
     first: First
     part: Part | None = None
     remat: bool = False
+    few: int = 4
 
 
 HISTORY = 2  # frames a convolution over three frames looks back

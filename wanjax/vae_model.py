@@ -72,9 +72,6 @@ class VAE(eqx.Module):
     config: VAEConfig = eqx.field(static=True)
 
 
-FEW_FRAMES = 4
-"""Frames that go through the level of the video's size at a time."""
-
 Step = Callable[[Float[Array, "b t h w c"], Cache, First], tuple[Float[Array, "b t2 h2 w2 c2"], Cache]]
 """Consecutive frames, the cache of those before them, and whether they are the first, to their result and the cache for the next."""
 
@@ -111,7 +108,7 @@ def decode_chunk(
             x = jax.nn.silu(rms_norm(x, decoder.norm_out.gamma))
             return cached_conv(x, decoder.conv_out, "decoder.conv_out", cache, way)
 
-        return _few_at_a_time(end, x, cache, f"decoder.up_blocks.{last}.", "decoder.conv_out")
+        return _few_at_a_time(end, x, cache, way, f"decoder.up_blocks.{last}.", "decoder.conv_out")
 
     def level(i: int, x: Float[Array, "b t h w c"], cache: Cache, way: Way) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
         name, block = f"decoder.up_blocks.{i}", decoder.up_blocks[i]
@@ -149,7 +146,7 @@ def encode_chunk(
                 x, cache = level(i, x, cache, way)
             return x, cache
 
-        x, cache = _few_at_a_time(begin, x, cache, "encoder.conv_in", *(f"encoder.down_blocks.{i}." for i in range(halved + 1)))
+        x, cache = _few_at_a_time(begin, x, cache, way, "encoder.conv_in", *(f"encoder.down_blocks.{i}." for i in range(halved + 1)))
         for i in range(halved + 1, len(encoder.down_blocks)):
             x, cache = level(i, x, cache, way)
         return x, cache
@@ -171,13 +168,13 @@ def encode_chunk(
 
 
 def _few_at_a_time(
-    step: Callable[[Array, Cache], tuple[Array, Cache]], x: Float[Array, "b t h w c"], cache: Cache, *names: str
+    step: Callable[[Array, Cache], tuple[Array, Cache]], x: Float[Array, "b t h w c"], cache: Cache, way: Way, *names: str
 ) -> tuple[Float[Array, "b t2 h2 w2 c2"], Cache]:
     """A step at the video's size on a few frames at a time: most memory goes there.
 
     `names` are what its cache's begin with.
     """
-    if x.shape[1] % FEW_FRAMES or x.shape[1] == FEW_FRAMES:
+    if not isinstance(way.first, bool) or x.shape[1] % way.few or x.shape[1] == way.few:
         return step(x, cache)
     own, others = _apart(cache, *names)
 
@@ -185,7 +182,7 @@ def _few_at_a_time(
         y, cache = step(x, cache)
         return cache, y
 
-    own, y = lax.scan(scanned, own, rearrange(x, "b (n few) h w c -> n b few h w c", few=FEW_FRAMES))
+    own, y = lax.scan(scanned, own, rearrange(x, "b (n few) h w c -> n b few h w c", few=way.few))
     return rearrange(y, "n b t h w c -> b (n t) h w c"), {**others, **own}
 
 

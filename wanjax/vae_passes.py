@@ -27,6 +27,9 @@ from wanjax.vae_model import VAE, Levels, Step, decode_chunk, encode_chunk
 PIXELS = 1 << 15
 """Pixels of the latent frames that a chunk has by default: fewer leave the cores of a CPU waiting for weights."""
 
+LARGE = 1 << 15
+"""Pixels of a video from which a CPU's cores have enough to do with two of its frames."""
+
 STRIPS = 16
 """Strips that a picture is cut in on a TPU, at the most: as many as there are sublanes for bfloat16."""
 
@@ -35,7 +38,7 @@ class Passes(NamedTuple):
     """How a video goes through: latent frames at a time, pixels of a tile, whether the backward pass computes again, where it lies.
 
     `strips`: whether pictures are cut in strips that go through side by side. `alike`: whether the first latent frame goes through
-    as the others do, which takes the time of one chunk more, less to compile, and less memory backwards.
+    as the others do, which takes the time of one chunk more, less to compile, and less memory backwards. `few`: see `Way`.
     """
 
     chunk: int
@@ -44,6 +47,11 @@ class Passes(NamedTuple):
     split: PictureSplit | None = None
     strips: bool = False
     alike: bool = False
+    few: int = 4
+
+    def way(self, first: First, part: Part | None) -> Way:
+        """The way of one chunk."""
+        return Way(first, part, self.remat, self.few)
 
 
 def choose_passes(
@@ -65,9 +73,11 @@ def choose_passes(
     if chunk is None:
         most = max(min(PIXELS // (h * w * stride**2), t - 1), 1)
         chunk = next(size for size in range(most, 0, -1) if (t - 1) % size == 0)
-    tpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    tpu = platform == "tpu"
     split = None if mesh is None else split_picture(mesh, b, h, w)
-    return Passes(chunk, tile, remat, split, strips=tpu, alike=(tpu or remat) and chunk == 1)
+    few = 2 if platform == "cpu" and h * w * stride**2 > LARGE else 4
+    return Passes(chunk, tile, remat, split, strips=tpu, alike=(tpu or remat) and chunk == 1, few=few)
 
 
 def decoder_step(weights: VAE, passes: Passes) -> Step:
@@ -89,7 +99,7 @@ def _step(network: Callable[..., tuple[Array, Cache]], weights: VAE, passes: Pas
     def in_parts(levels: Levels) -> Step:
         if passes.strips:
             return in_strips(levels, passes, cells)
-        return lambda x, cache, first: levels(x, cache, Way(first, passes.split, passes.remat))
+        return lambda x, cache, first: levels(x, cache, passes.way(first, passes.split))
 
     def tiled(levels: Levels) -> Levels:
         assert passes.tile is not None
@@ -98,7 +108,7 @@ def _step(network: Callable[..., tuple[Array, Cache]], weights: VAE, passes: Pas
 
     if passes.tile is None:
         return _again(in_parts(lambda x, cache, way: network(x, weights, cache, way)), passes)
-    return _again(lambda x, cache, first: network(x, weights, cache, Way(first, None, passes.remat), tiled), passes)
+    return _again(lambda x, cache, first: network(x, weights, cache, passes.way(first, None), tiled), passes)
 
 
 def _again(step: Step, passes: Passes) -> Step:
@@ -252,9 +262,9 @@ def in_strips(levels: Levels, passes: Passes, cells: int) -> Step:
         over = (1, 1) if split is None else (split.mesh.shape["rows"], split.mesh.shape["columns"])
         axis, count = choose_strips((x.shape[2] // cells, x.shape[3] // cells), over)
         if count == 1:
-            return levels(x, cache, Way(first, split, passes.remat))
+            return levels(x, cache, passes.way(first, split))
         strips = Strips(axis, count, split)
-        y, cache = levels(strips.apart(x), cache, Way(first, strips, passes.remat))
+        y, cache = levels(strips.apart(x), cache, passes.way(first, strips))
         return strips.together(y), cache
 
     return cut
