@@ -123,7 +123,7 @@ def test_few_frames_at_a_time_are_the_same(vae):
     """As on a CPU where pictures are large: at the video's size two frames of a chunk's four."""
     z = jnp.asarray(random_latents(vae.config, 1, frames=2))
     passes = choose_passes(vae.config, z.shape, chunk=1, tile=None, mesh=None)
-    assert (passes.few, choose_passes(vae.config, (1, 16, 2, 32, 32), chunk=1, tile=None, mesh=None).few) == (4, 2)
+    assert (passes.few, choose_passes(vae.config, (1, 16, 2, 64, 64), chunk=1, tile=None, mesh=None).few) == (4, 2)
     video = _decode(z, vae, jnp.float32, passes)
     few = passes._replace(few=2)
     close(_decode(z, vae, jnp.float32, few), video)
