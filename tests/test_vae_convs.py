@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wanjax import vae_convs
+from wanjax import vae_blocks, vae_convs
 
 
 def drawn(*shape: int) -> jax.Array:
@@ -54,3 +54,12 @@ def test_a_kernel_s_gradient_is_made_tap_by_tap():
     memory = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 6 * np.prod(x.shape) * 4
+
+
+def test_a_norm_of_nothing_has_a_gradient():
+    """Frames before the first are zero where all chunks go through alike."""
+    x = jnp.concatenate([jnp.zeros((1, 8)), drawn(1, 8)])
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(vae_blocks.rms_norm(x, jnp.ones(8)))[1]))(x)
+    assert np.isfinite(gradient).all()
+    assert not gradient[0].any()
+    assert gradient[1].any()

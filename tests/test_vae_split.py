@@ -13,7 +13,7 @@ from vae_models import SHORT, random_latents, random_vae
 import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
-from wanjax.vae import (
+from wanjax.vae import (, init_vae
     VAE_2_1,
     VAE_2_2,
     _decode,
@@ -268,6 +268,15 @@ def test_encoding_has_gradients_too():
     whole, scanned = (jax.grad(loss)(vae, chunk, remat) for chunk, remat in [(2, False), (1, True)])
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(scanned), strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * max(float(np.linalg.norm(a)), 1e-3)
+
+
+@pytest.mark.slow
+def test_gradients_are_finite_where_biases_are_zero():
+    """Then frames before the first stay zero through every block."""
+    vae = init_vae(SHORT["2.1"], jax.random.key(0))
+    z = jnp.asarray(random_latents(vae.config, 0, frames=2))
+    gradient = jax.jit(jax.grad(lambda vae, z: jnp.mean(jnp.square(decode(z, vae, chunk=1, remat=True))), (0, 1)))(vae, z)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.slow

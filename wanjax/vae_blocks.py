@@ -116,8 +116,9 @@ class UpBlock(eqx.Module):
 def rms_norm(x: Float[Array, "*b c"], gamma: Float[Array, " c"]) -> Float[Array, "*b c"]:
     """x / max(|x|, 1e-12) sqrt(c) gamma: the length in float32, each later product rounded to the dtype of x."""
     x32 = x.astype(jnp.float32)
-    length = jnp.sqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True))
-    unit = (x32 / jnp.maximum(length, 1e-12)).astype(x.dtype)
+    # Bounded before the root, whose gradient at zero is none: frames that do not exist are zero.
+    length = jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x32), axis=-1, keepdims=True), 1e-24))
+    unit = (x32 / length).astype(x.dtype)
     return unit * jnp.asarray(x.shape[-1] ** 0.5, x.dtype) * gamma
 
 
