@@ -13,7 +13,7 @@ from vae_models import SHORT, random_latents, random_vae
 import wanjax
 from wanjax.program import analyse
 from wanjax.sharding import choose_cut, make_mesh, split_picture
-from wanjax.vae import (, init_vae
+from wanjax.vae import (
     VAE_2_1,
     VAE_2_2,
     _decode,
