@@ -9,8 +9,6 @@ growth of the resident set over that of the loaded weights. Compile seconds are 
 """
 
 import argparse
-import ctypes
-import gc
 import itertools
 import json
 import platform
@@ -27,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
+from vae_memory import second_pass
 
 from wanjax.vae import VAE, VAE_2_1, VAE_2_2, decode, encode, init_vae
 from wanjax.weights import fill
@@ -107,30 +106,15 @@ def compare(
     }
 
 
-def resident(field: str) -> float:
-    """GB of this process: VmRSS is what it holds now, VmHWM the most it held."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20
-
-
 def peak(side: str, name: str, direction: str, frames: int, size: int, chunk: int | None) -> float:
-    """GB that one pass adds to the loaded weights, the second pass, so that compiling is not counted."""
+    """GB that one pass adds to the loaded weights."""
     model = diffusers_vae(name)
     array = given(name, direction, frames, size)
     if side == "ours":
         vae = our_vae(name, model)
         del model
-        run = our_run(vae, direction, array, chunk)
-        run()
-    else:
-        run = diffusers_run(model, direction, array)
-    del array
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the first pass has freed would hide what the second one takes
-    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
-    before = resident("VmRSS")
-    run()
-    return resident("VmHWM") - before
+        return second_pass(our_run(vae, direction, array, chunk))[0]
+    return second_pass(diffusers_run(model, direction, array))[0]
 
 
 def peak_elsewhere(side: str, row: dict[str, Any], chunk: int | None) -> float:
