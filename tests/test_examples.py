@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from wanjax.video import read_video
 
 FILM = "big_buck_bunny_720p.mp4"
@@ -26,6 +28,7 @@ def run(name, *args):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_film_goes_through_the_vae_and_back(data, tmp_path):
     said = run("vae_roundtrip.py", data / FILM, tmp_path / "out.mp4", "--frames", 6)
     frames, _ = read_video(tmp_path / "out.mp4")

@@ -59,6 +59,7 @@ def numbers(said):
     return np.array([float(number) for number in re.findall(r"\d+\.\d{6}", said)])
 
 
+@pytest.mark.slow
 def test_generating_and_training_in_two_processes_equal_one(alone, tmp_path):
     said, other = two_processes([*EXAMPLE, "-o", "out"], tmp_path)
     assert "2 processes, 8 devices" in said

@@ -71,7 +71,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("case", CUTS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "both ways, and videos" else pytest.mark.slow) for case in CUTS])
 def test_cut_over_devices_is_the_same(vae, case):
     """Both ways, whole and in streams, on 8 devices and on one."""
     batch, height, width, axes = CUTS[case]
@@ -104,8 +104,12 @@ def test_strips_are_chosen_along_what_is_not_cut_over_devices(size, over, strips
 
 @pytest.mark.parametrize(
     ("size", "devices"),
-    [((8, 3), 1), ((3, 9), 1), ((9, 7), 4), ((6, 9), 2)],
-    ids=["rows", "columns", "rows, devices padded", "columns, devices"],
+    [
+        pytest.param((8, 3), 1, id="rows", marks=pytest.mark.slow),
+        pytest.param((3, 9), 1, id="columns", marks=pytest.mark.slow),
+        pytest.param((9, 7), 4, id="rows, devices padded"),
+        pytest.param((6, 9), 2, id="columns, devices", marks=pytest.mark.slow),
+    ],
 )
 def test_strips_are_the_same(vae, size, devices):
     """As on a TPU: side by side, on one device and on several, both ways."""
@@ -249,6 +253,7 @@ def test_by_default_chunks_are_large_where_pictures_are_small():
     assert [chunk(5, 8, 8, VAE_2_2), chunk(5, 4, 4, VAE_2_2), chunk(21, 30, 52, VAE_2_2)] == [2, 4, 1]  # as many pixels
 
 
+@pytest.mark.slow
 def test_gradients_match_finite_differences(vae):
     """Along one direction in latents and weights, in chunks that are scanned and computed again."""
     z = jnp.asarray(random_latents(vae.config, 1, frames=3))
