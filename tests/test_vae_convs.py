@@ -1,5 +1,7 @@
 """The forms of a causal convolution, each for a platform or sizes of its own: the same numbers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,41 @@ def test_gradients_of_wide_convolutions_are_those_of_one_convolution():
     got = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(vae_convs._causal_by_frames(x, kernel, ((1, 1), (1, 1)), 1))), (0, 1))(x, kernel)
     for a, b in zip(got, wanted, strict=True):
         assert np.linalg.norm(a - b) <= 4e-6 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 0), (1, 1))], ids=["whole", "a part with its edges"])
+def test_both_ways_to_double_are_the_same(padding):
+    """All quarters at once, or one after the other; values and gradients."""
+    x, kernel = drawn(2, 3, 5, 7, 8), drawn(3, 3, 8, 6)
+    forms = [lambda x, kernel, form=form: form(x, kernel, padding) for form in (vae_convs._double_at_once, vae_convs._double_in_turn)]
+    a, b = (form(x, kernel) for form in forms)
+    assert a.shape == b.shape
+    np.testing.assert_allclose(a, b, atol=1e-4)
+    gradient = lambda form: jax.grad(lambda x, kernel: jnp.sum(jnp.sin(form(x, kernel))), (0, 1))(x, kernel)
+    for a, b in zip(*map(gradient, forms), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+@pytest.mark.parametrize("cin", [256, 512])
+def test_a_scan_has_no_sums_of_kernels_made_before_it(cin):
+    """They would be two thirds of the kernel more of a convolution, and 16/9 of one of a doubling."""
+    weights = jax.ShapeDtypeStruct((3, 3, 3, cin, cin), jnp.float32), jax.ShapeDtypeStruct((3, 3, 512, 256), jnp.float32)
+
+    def scanned(chunks, kernel, doubling):
+        def one(carry, x):
+            y = vae_convs._causal_by_frames(x, kernel, ((1, 1), (1, 1)), 1)
+            up = vae_convs._double_in_turn(jnp.tile(y, 512 // cin), doubling, ((1, 1), (1, 1)))
+            return carry + jnp.sum(up), None
+
+        return jax.lax.scan(one, jnp.zeros(()), chunks)[0]
+
+    program = jax.jit(scanned).lower(jax.ShapeDtypeStruct((4, 1, 6, 8, 8, cin), jnp.float32), *weights).compile().as_text()
+    carried = [
+        line for line in program.splitlines() if " while(" in line and f"f32[3,3,3,{cin},{cin}]" in line and "f32[3,3,512,256]" in line
+    ]
+    assert len(carried) == 1
+    assert f"f32[3,3,{cin},{cin}]" not in carried[0].split(" while(")[0]
+    assert not re.search(r"f32\[(2,)+512,", carried[0].split(" while(")[0])
 
 
 def test_a_wide_convolution_holds_no_second_kernel():

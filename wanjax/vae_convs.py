@@ -29,6 +29,11 @@ Padding = tuple[Sides, Sides]
 _NO_PADDING: Padding = ((0, 0), (0, 0))
 WIDE, FEW = 512, 128
 """On a CPU: channels from which rows, too, are convolved two from four, and positions up to which each tap is a matrix product."""
+LARGE_KERNEL, SMALL_PICTURE = 256, 1024
+"""On a CPU: channels from which, and positions up to which, sums of taps are made one at a time, as those of wide convolutions are.
+
+They are larger than the frames there, and a scan over chunks would have those of all its convolutions made before it.
+"""
 
 
 class CausalConv3d(eqx.Module):
@@ -95,16 +100,43 @@ def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None 
     """Nearest doubling followed by a 3x3 convolution, computed at the small size: 4/9 of the multiplications.
 
     Of a doubled row's three taps two fall on the same small row, so each quarter of the output is a 2x2 convolution of the
-    small picture with summed taps (in float32), and all four are one with four times the channels, cut at four places.
+    small picture with summed taps (in float32).
     """
     x, padding = _surrounded(x, ((1, 1), (1, 1)), part)
-    by_row = jnp.stack(_doubled(conv.weight.astype(jnp.float32)), axis=2)
+    cpu, other = (functools.partial(form, padding=padding) for form in (_double_in_turn, _double_at_once))
+    wide = conv.weight.shape[2] >= WIDE
+    return lax.platform_dependent(x, conv.weight, cpu=cpu if wide else other, default=other) + conv.bias
+
+
+def _double_at_once(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "3 3 cin cout"], padding: Padding
+) -> Float[Array, "b t h2 w2 cout"]:
+    """All quarters in one convolution with four times the channels, cut at four places."""
+    by_row = jnp.stack(_doubled(kernel.astype(jnp.float32)), axis=2)
     kernel = jnp.stack(_doubled(jnp.moveaxis(by_row, 1, 0)), axis=4)
     kernel = rearrange(kernel, "c r i cin j cout -> r c cin (i j cout)").astype(x.dtype)
     y = rearrange(_each_frame(x, kernel, padding), "b t h w (i j c) -> b t h w i j c", i=2, j=2)
     h, w = y.shape[2] - 1, y.shape[3] - 1
     rows = [jnp.stack([y[:, :, i : i + h, j : j + w, i, j] for j in range(2)], axis=4) for i in range(2)]
-    return rearrange(jnp.stack(rows, axis=3), "b t h i w j c -> b t (h i) (w j) c") + conv.bias
+    return rearrange(jnp.stack(rows, axis=3), "b t h i w j c -> b t (h i) (w j) c")
+
+
+def _double_in_turn(
+    x: Float[Array, "b t h w cin"], kernel: Float[Array, "3 3 cin cout"], padding: Padding
+) -> Float[Array, "b t h2 w2 cout"]:
+    """One quarter after the other, so that the summed taps of one are in memory at a time."""
+    x, kernel = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0))), kernel.astype(jnp.float32)
+    h, w = (size - 2 for size in x.shape[2:4])
+    sums = jnp.stack([jnp.stack(side) for side in _doubled(jnp.eye(3, dtype=jnp.float32))])
+
+    def quarter(place: Int[Array, "2"]) -> Float[Array, "b t h w cout"]:
+        seen = lax.dynamic_slice(x, (0, 0, place[0], place[1], 0), (*x.shape[:2], h + 1, w + 1, x.shape[4]))
+        rows = jnp.stack([_weighted(shares, kernel) for shares in sums[place[0]]], axis=1)
+        taps = jnp.stack([_weighted(shares, rows) for shares in sums[place[1]]], axis=1)
+        return _frames(seen.astype(jnp.float32), taps, _NO_PADDING).astype(x.dtype)
+
+    quarters = lax.map(quarter, jnp.asarray(list(np.ndindex(2, 2))))
+    return rearrange(quarters, "(i j) b t h w c -> b t (h i) (w j) c", i=2)
 
 
 def _doubled(taps: Float[Array, "3 *kernel"]) -> tuple[Float[Array, "2 *kernel"], Float[Array, "2 *kernel"]]:
@@ -143,12 +175,14 @@ def _causal_by_frames(
     count = (x.shape[1] - taps) // stride + 1
     wide = kernel.shape[3] >= WIDE and kernel.shape[1] == 3 and stride == 1
     pairs = count // 2 if taps == 3 and stride == 1 else 0
-    if wide and x.shape[0] * count * x.shape[2] * x.shape[3] <= FEW:
+    positions = x.shape[0] * count * x.shape[2] * x.shape[3]
+    if wide and positions <= FEW:
         pairs = 0
+    in_turn = kernel.shape[3] >= LARGE_KERNEL and positions <= SMALL_PICTURE
     parts = []
     if pairs:
         four = [x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)]
-        both = _two_of_four(four, kernel, _rows if wide else _frames, padding, loop=wide)
+        both = _two_of_four(four, kernel, _rows if wide else _frames, padding, loop=wide or in_turn)
         parts.append(rearrange(jnp.stack(both, axis=2), "b t two h w c -> b (t two) h w c"))
     if 2 * pairs < count:
         rest = x[:, 2 * pairs :]
