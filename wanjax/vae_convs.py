@@ -103,9 +103,10 @@ def double_size(x: Float[Array, "b t h w cin"], conv: Conv2d, part: Part | None 
     small picture with summed taps (in float32).
     """
     x, padding = _surrounded(x, ((1, 1), (1, 1)), part)
-    cpu, other = (functools.partial(form, padding=padding) for form in (_double_in_turn, _double_at_once))
-    wide = conv.weight.shape[2] >= WIDE
-    return lax.platform_dependent(x, conv.weight, cpu=cpu if wide else other, default=other) + conv.bias
+    in_turn, at_once = (functools.partial(form, padding=padding) for form in (_double_in_turn, _double_at_once))
+    if conv.weight.shape[2] < WIDE:
+        return at_once(x, conv.weight) + conv.bias
+    return lax.platform_dependent(x, conv.weight, cpu=in_turn, default=at_once) + conv.bias
 
 
 def _double_at_once(
@@ -127,7 +128,7 @@ def _double_in_turn(
     """One quarter after the other, so that the summed taps of one are in memory at a time."""
     x, kernel = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0))), kernel.astype(jnp.float32)
     h, w = (size - 2 for size in x.shape[2:4])
-    sums = jnp.stack([jnp.stack(side) for side in _doubled(jnp.eye(3, dtype=jnp.float32))])
+    sums = jnp.stack(_doubled(jnp.eye(3, dtype=jnp.float32)))
 
     def quarter(place: Int[Array, "2"]) -> Float[Array, "b t h w cout"]:
         seen = lax.dynamic_slice(x, (0, 0, place[0], place[1], 0), (*x.shape[:2], h + 1, w + 1, x.shape[4]))
