@@ -182,7 +182,7 @@ def _causal_by_frames(
     in_turn = kernel.shape[3] >= LARGE_KERNEL and positions <= SMALL_PICTURE
     parts = []
     if pairs:
-        four = [x[:, i : i + 2 * pairs - 1 : 2] for i in range(4)]
+        four = _fours(rearrange(x[:, : 2 * pairs + 2], "b (t two) h w c -> b t two h w c", two=2))
         both = _two_of_four(four, kernel, _rows if wide else _frames, padding, loop=wide or in_turn)
         parts.append(rearrange(jnp.stack(both, axis=2), "b t two h w c -> b (t two) h w c"))
     if 2 * pairs < count:
@@ -199,6 +199,12 @@ def _causal_by_shifts(
     taps = min(x.shape[1], kernel.shape[0])
     shifted = (x[:, tap : x.shape[1] - taps + tap + 1 : stride] for tap in range(taps))
     return functools.reduce(jnp.add, [_frames(frames, tap, padding) for frames, tap in zip(shifted, kernel[-taps:], strict=True)])
+
+
+def _fours(x: Float[Array, "b n_1 2 *rest"]) -> list[Float[Array, "b n *rest"]]:
+    """Of neighbours in pairs, the pairs before and after each place between two; backward a concatenation, where strided slices pad."""
+    even, odd = (jnp.squeeze(half, 2) for half in jnp.split(x, 2, axis=2))
+    return [even[:, :-1], odd[:, :-1], even[:, 1:], odd[:, 1:]]
 
 
 def _weighted(shares: Float[Array, " taps"], kernel: Float[Array, "taps *kernel"]) -> Float[Array, "*kernel"]:
@@ -303,20 +309,20 @@ def _forward(
 def _backward(
     padding: Padding, stride: int, seen: tuple[Array, Array], g: Float[Array, "n h2 w2 cout"]
 ) -> tuple[Float[Array, "n h w cin"], Float[Array, "kh kw cin cout"]]:
-    """Of the frames: the turned kernel over g. Of the kernel: for each tap, one after the other, the frames it saw times g."""
+    """Of the frames: the turned kernel over g. Of the kernel: for each tap, one after the other, the frames times what g it reaches.
+
+    g has zeros around it and, with a stride, between: the frames, which are there long before it, are read as they are.
+    """
     x, kernel = seen
-    (kh, kw), (h, w) = kernel.shape[:2], g.shape[1:3]
+    (kh, kw), (h, w) = kernel.shape[:2], x.shape[1:3]
     around = [
-        (k - 1 - low, k - 1 - high + (size + low + high - k) % stride)
-        for k, size, (low, high) in zip((kh, kw), x.shape[1:3], padding, strict=True)
+        (k - 1 - low, k - 1 - high + (size + low + high - k) % stride, stride - 1)
+        for k, size, (low, high) in zip((kh, kw), (h, w), padding, strict=True)
     ]
-    turned = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
-    dx = lax.conv_general_dilated(g, turned, (1, 1), around, lhs_dilation=(stride, stride), dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-    places = jnp.asarray(list(np.ndindex(kh, kw)))
-    window = (x.shape[0], stride * (h - 1) + 1, stride * (w - 1) + 1, x.shape[3])
-    saw = lambda place: lax.dynamic_slice(x, (0, place[0], place[1], 0), window)[:, ::stride, ::stride]
-    taps = lax.map(lambda place: jnp.einsum("nhwc,nhwo->co", saw(place), g), places)
+    g = lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *around, (0, 0, 0)))
+    dx = _conv2d(g, jnp.swapaxes(kernel[::-1, ::-1], 2, 3), _NO_PADDING, 1)
+    reached = lambda place: lax.dynamic_slice(g, (0, kh - 1 - place[0], kw - 1 - place[1], 0), (g.shape[0], h, w, g.shape[3]))
+    taps = lax.map(lambda place: jnp.einsum("nhwc,nhwo->co", x, reached(place)), jnp.asarray(list(np.ndindex(kh, kw))))
     return dx, taps.reshape(kernel.shape)
 
 
