@@ -72,7 +72,12 @@ def case_run(case: str, vae: VAE, frames: int, size: int) -> Callable[[], Any]:
         return decoded if case == "decode_stream" else encoded
     z = jnp.asarray(latents_of(vae, frames, size))
     step = jax.jit(jax.grad(lambda vae, z: jnp.mean(jnp.square(decode(z, vae, remat=True))), argnums=(0, 1)))
-    return lambda: jax.block_until_ready(step(vae, z))
+
+    def gradient() -> None:
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(vae, z))):
+            raise FloatingPointError("a gradient is not finite")
+
+    return gradient
 
 
 def measure(name: str, case: str, frames: int, size: int) -> tuple[float, float]:
