@@ -250,6 +250,11 @@ def test_dmd_renoises_the_prediction():
 # --- the whole of sampling
 
 
+def same(a, b):
+    """Two programs of the same sums may round differently, in proportion to the largest latent (4 to 14 here); measured: 4e-7."""
+    assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("together", [True, False])
 def test_scan_equals_a_loop_over_the_jitted_step(solver, together):
@@ -263,7 +268,7 @@ def test_scan_equals_a_loop_over_the_jitted_step(solver, together):
     for i in range(len(steps)):
         state = jitted(steps[i], state, WEIGHTS)
     whole = jax.jit(lambda noise, steps, weights: sample(predict(weights), noise, steps))(noise, steps, WEIGHTS)
-    np.testing.assert_allclose(whole, state.latents, atol=1e-6)
+    same(whole, state.latents)
     np.testing.assert_array_equal(state.latents, state.denoised)  # the last step ends on its prediction
 
 
@@ -313,7 +318,7 @@ def test_new_numbers_compile_nothing():
         state = init_state(noise_of(seed))
         for i in range(len(steps)):
             state = step(steps[i], state, [WEIGHTS, LOW_WEIGHTS], [TEXT * scale, NEGATIVE])
-        np.testing.assert_allclose(results[-1], state.latents, atol=2e-6)
+        same(results[-1], state.latents)
     assert traces == ["whole", "step"]
     assert whole._cache_size() == step._cache_size() == 1
     assert jnp.abs(results[0] - results[1]).max() > 0.1 < jnp.abs(results[1] - results[2]).max()
