@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Most of a test's time is compiling: code that is not optimised is there in half the time, and computes the same.
 _FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0".strip()
-# Without MLIR for each fusion in half of that again. Newer compilers have no other way, and neither they nor libtpu know the flag.
+# Without MLIR for each fusion in a third of that. Newer compilers have no other way, and neither they nor libtpu know the flag.
 _FEWER_PASSES = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""
 os.environ["XLA_FLAGS"] = _FLAGS + _FEWER_PASSES
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

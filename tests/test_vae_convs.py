@@ -85,7 +85,7 @@ def test_a_wide_convolution_holds_no_second_kernel():
 
 
 def test_a_kernel_s_gradient_is_made_tap_by_tap():
-    """The frames once padded, cut and turned (4 times their size), rather than so for all nine taps (12 times)."""
+    """What comes back once padded, cut and turned (4 times the frames' size), rather than so for all nine taps (12 times)."""
     x, kernel = jax.ShapeDtypeStruct((4, 64, 64, 32), jnp.float32), jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)
     loss = lambda x, kernel: jnp.sum(jnp.sin(vae_convs._conv2d_for_cpu(x, kernel, ((1, 1), (1, 1)), 1)))
     memory = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel).compile().memory_analysis()
